@@ -35,11 +35,11 @@ gpu: .venv/trains
 	$(INSTALL) -e '.[peft]' pytest
 	$(BIN)/python benchmarks/gpu/all.py --out gpu
 
-# Three tiers, see tests/tiers.py; PART=2/20 makes it the third of twenty parts.
+# Three tiers by the markers `slow` and `zoo`; PART=2/20 makes it the third of twenty parts.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(PART),--part=$(PART))
 
 test: .venv/installed
-	$(PYTEST) -m first
+	$(PYTEST) -m "not slow and not zoo"
 
 test-full: .venv/installed
 	$(PYTEST) -m "not zoo"
@@ -56,7 +56,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
-	$(BIN)/mypy tests/planted.py  # strategies of users override the same methods
+	$(BIN)/mypy tests/support/planted.py  # strategies of users override the same methods
 
 # The site, into build/site; a link that leads nowhere is an error.
 docs: .venv/installed

@@ -23,7 +23,7 @@ from common import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from kill_sweep import Run, end_session
-from test_cli import LAUNCHER_VARIABLES, write_run
+from support.commands import LAUNCHER_VARIABLES, write_run
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 SEQ_LEN = 64

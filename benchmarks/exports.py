@@ -3,7 +3,7 @@
     python benchmarks/exports.py             # all types: about half an hour; continues where it was interrupted
     python benchmarks/exports.py llama gpt2  # some types, tried again
 
-A cell is a type, a head (of the type, tied, contradicting its configuration) and a door (`tests/doors.py`). Writes
+A cell is a type, a head (of the type, tied, contradicting its configuration) and a door (`tests/support/doors.py`). Writes
 benchmarks/results/exports.json; `python tools/tables.py` makes docs/exports.md of it.
 """
 
@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "exports.json"
 
 def tried(model_type: str, ties: str, door: str) -> str:
     """What one cell shows: "equal", "none: why there is no such case", or what is wrong."""
-    import doors
+    from support import doors
 
     root = Path(tempfile.mkdtemp(prefix="meshwright-"))
     try:
@@ -46,7 +46,7 @@ def tried(model_type: str, ties: str, door: str) -> str:
 
 
 def main(types: list[str]) -> None:
-    from doors import DOORS, TIES
+    from support.doors import DOORS, TIES
 
     from meshwright.testing import pool
     from meshwright.testing.zoo import zoo_reason, zoo_types

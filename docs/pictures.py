@@ -5,7 +5,7 @@
 
 Each picture is made of plain data: `mesh`, `axes`, `pieces` and `gradient_rule` ask real ranks, `pipelines` asks the
 schedules, `parity` reads benchmarks/results. The data are kept in docs/how/pictures.json, and
-`tests/test_how_pictures.py` compares them with what the code says now.
+`tests/docs/test_how_pictures.py` compares them with what the code says now.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ AXES = {
 
 def cells_of_a_rank() -> dict[str, list[int]]:
     """By axis, the cells of a microbatch of 4 sequences of 16 tokens that this rank's forward is given."""
-    import rows_axis
     import torch
+    from support import rows_axis
 
     from meshwright import get_registry
     from meshwright.testing import Case
@@ -258,7 +258,7 @@ MISTAKES = {
     "loses_steps": "one_rank-resume",
     "joined_without_sum": "tp=2-objective",
 }
-"""Strategies of tests/planted.py, each with one mistake, and a comparison that is to find it."""
+"""Strategies of tests/support/planted.py, each with one mistake, and a comparison that is to find it."""
 
 
 def parity() -> Any:

@@ -271,7 +271,7 @@ def refused_arguments() -> str:
 
 
 def rooms() -> str:
-    house = script("tests/house.py")
+    house = script("tests/support/house.py")
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     return str(house.page(text, house.read(ROOT / "core" / "meshwright")))
 

@@ -8,39 +8,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PARITY = "tests/test_parity.py::test_ragged_masks_with_different_token_counts_per_rank"
+_PARITY = "tests/testing/test_parity.py::test_ragged_masks_with_different_token_counts_per_rank"
 _FSDP2, _DDP = f"{_PARITY}[fsdp2-2]", f"{_PARITY}[ddp-2]"
-_PLAIN = "tests/test_parity.py::test_one_process_is_a_loop_of_plain_torch"
-_CP = "tests/test_context_parallel.py::test_parity_of_architectures[llama-cp2-allgather]"
-_ULYSSES = "tests/test_context_parallel.py::test_parity_of_architectures[gpt2-cp2-ulysses]"
-_DOCUMENTS = "tests/test_context_parallel.py::test_documents_and_padding"
-_TP = "tests/test_tensor_parallel.py"
-_TP_PLAN = "tests/test_tensor_parallel_plan.py"
+_PLAIN = "tests/testing/test_parity.py::test_one_process_is_a_loop_of_plain_torch"
+_CP = "tests/parallel/test_context_parallel.py::test_parity_of_architectures[llama-cp2-allgather]"
+_ULYSSES = "tests/parallel/test_context_parallel.py::test_parity_of_architectures[gpt2-cp2-ulysses]"
+_DOCUMENTS = "tests/parallel/test_context_parallel.py::test_documents_and_padding"
+_TP = "tests/parallel/test_tensor_parallel.py"
+_TP_PLAN = "tests/parallel/test_tensor_parallel_plan.py"
 _BY_HAND = "plugins/fsdp2/tests/test_fsdp2_tensor.py::test_a_loop_by_hand_refuses_a_plan_that_leaves_out_norms_of_heads"
-_STYLES = "tests/test_tensor_parallel_styles.py"
+_STYLES = "tests/parallel/test_tensor_parallel_styles.py"
 _CHAINS = f"{_STYLES}::test_collectives_and_their_gradients_are_those_of_whole_tensors"
-_STATISTICS = "tests/test_token_statistics.py"
-_ROWS = "tests/test_row_loss.py"
-_HEADS = "tests/test_heads.py"
-_SEQUENCE = "tests/test_tensor_parallel_sequence.py::test_plans_of_the_user"
-_EXPERTS = "tests/test_expert_parallel.py"
-_ROUTERS = "tests/test_router_loss.py"
-_FAULTS = "tests/test_checkpoint_faults.py"
-_LAYOUTS = "tests/test_checkpoint.py::test_any_layout_goes_on_from_what_any_other_has_saved"
-_DATA = "tests/test_data.py"
-_ROWS_OF_RUNS = "tests/test_rows.py"
-_STREAMED = "tests/test_streams.py"
-_SOURCES = "tests/test_sources.py"
-_TRAIN = "tests/test_train.py"
-_FIT, _FIT_RUN = "tests/test_fit.py", "tests/test_fit_run.py"
+_STATISTICS = "tests/step/test_token_statistics.py"
+_ROWS = "tests/step/test_row_loss.py"
+_HEADS = "tests/step/test_heads.py"
+_SEQUENCE = "tests/parallel/test_tensor_parallel_sequence.py::test_plans_of_the_user"
+_EXPERTS = "tests/parallel/test_expert_parallel.py"
+_ROUTERS = "tests/step/test_router_loss.py"
+_FAULTS = "tests/checkpoint/test_checkpoint_faults.py"
+_LAYOUTS = "tests/checkpoint/test_checkpoint.py::test_any_layout_goes_on_from_what_any_other_has_saved"
+_DATA = "tests/data/test_data.py"
+_ROWS_OF_RUNS = "tests/data/test_rows.py"
+_STREAMED = "tests/data/test_streams.py"
+_SOURCES = "tests/data/test_sources.py"
+_TRAIN = "tests/train/test_train.py"
+_FIT, _FIT_RUN = "tests/train/test_fit.py", "tests/train/test_fit_run.py"
 _REFUSED = f"{_FIT_RUN}::test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_starts"
-_OPTIM = "tests/test_optim.py"
-_GROUPS = "tests/test_optimizer_groups.py"
-_EMA = "tests/test_ema.py"
-_RUN = "tests/test_run_directory.py"
-_REPLAY = "tests/test_replay.py"
-_REGISTRY = "tests/test_registry.py"
-_HELD_BY_THREADS = "tests/test_memory.py::test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held"
+_OPTIM = "tests/optim/test_optim.py"
+_GROUPS = "tests/optim/test_optimizer_groups.py"
+_EMA = "tests/optim/test_ema.py"
+_RUN = "tests/train/test_run_directory.py"
+_REPLAY = "tests/diagnose/test_replay.py"
+_REGISTRY = "tests/contract/test_registry.py"
+_HELD_BY_THREADS = "tests/model/test_memory.py::test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held"
 _F = "plugins/fsdp2/tests"
 _D = "plugins/ddp/tests"
 _M = "plugins/megatron_fsdp/tests"
@@ -118,7 +118,7 @@ _bug(
     "meshwright.base.validation",
     "strict=True,\n        validate",
     "strict=False,\n        validate",
-    "tests/test_runfile.py::test_no_value_is_taken_for_one_of_another_type[nproc: true-nproc: Input should be a valid "
+    "tests/train/test_runfile.py::test_no_value_is_taken_for_one_of_another_type[nproc: true-nproc: Input should be a valid "
     "integer (got True)]",
     kind="a value of another type is taken for a number",
 )
@@ -127,7 +127,7 @@ _bug(
     "meshwright.base.validation",
     "and self._data() == other._data()",
     "and True",
-    "tests/test_configs.py::test_configs_that_differ_in_an_option_are_not_equal",
+    "tests/contract/test_configs.py::test_configs_that_differ_in_an_option_are_not_equal",
     kind="configs that differ in an option are equal",
 )
 _bug(
@@ -135,7 +135,7 @@ _bug(
     "meshwright.base.validation",
     'return str(value).removeprefix("torch.")',
     "return None",
-    "tests/test_configs.py::test_objects_are_kept_in_dicts_and_named_in_json",
+    "tests/contract/test_configs.py::test_objects_are_kept_in_dicts_and_named_in_json",
     kind="a round trip through JSON loses a field",
 )
 _bug(
@@ -143,7 +143,7 @@ _bug(
     "meshwright.files.parsing",
     "if key.value in seen:",
     "if False:",
-    "tests/test_runfile.py::test_a_file_that_holds_no_run_is_an_error_that_names_the_file[steps: 1\\nsteps: 2-the key 'steps' is given twice]",
+    "tests/train/test_runfile.py::test_a_file_that_holds_no_run_is_an_error_that_names_the_file[steps: 1\\nsteps: 2-the key 'steps' is given twice]",
     kind="of a key that is given twice, the first value is dropped without a word",
 )
 _bug(
@@ -151,7 +151,7 @@ _bug(
     "meshwright.files.parsing",
     'if getattr(event, "tag", None) is not None:',
     "if False:",
-    "tests/test_runfile.py::test_tags_are_refused[!!timestamp x]",
+    "tests/train/test_runfile.py::test_tags_are_refused[!!timestamp x]",
     kind="a file says what is made of its values",
 )
 _bug(
@@ -159,7 +159,7 @@ _bug(
     "meshwright.files.class_paths",
     "    module = _within(name, _BUILT_IN)\n",
     '    module = _within(name, ("torch", *_BUILT_IN))\n',
-    "tests/test_imports.py::test_refused[class-torch.utils.cpp_extension.BuildExtension]",
+    "tests/contract/test_imports.py::test_refused[class-torch.utils.cpp_extension.BuildExtension]",
     kind="a name in a file imports what starts processes",
 )
 _bug(
@@ -167,7 +167,7 @@ _bug(
     "meshwright.launch.slurm",
     "counts += [int(count)] * int(times or 1)",
     "counts += [int(count)]",
-    "tests/test_slurm.py::test_a_task_of_a_step_gets_the_variables_of_torchrun",
+    "tests/launch/test_slurm.py::test_a_task_of_a_step_gets_the_variables_of_torchrun",
     kind="nodes of a cluster are counted wrongly, and ranks get each other's devices",
 )
 _bug(
@@ -175,7 +175,7 @@ _bug(
     "meshwright.launch.mpi",
     '    if environment.get(names[0], "") in ("", "1"):',
     "    if True:",
-    "tests/test_slurm.py::test_several_processes_that_cannot_find_each_other_are_refused[environment2-one of 2 "
+    "tests/launch/test_slurm.py::test_several_processes_that_cannot_find_each_other_are_refused[environment2-one of 2 "
     "processes (OMPI_COMM_WORLD_SIZE)]",
     kind="several processes train alone, each in a world of one",
 )
@@ -184,7 +184,7 @@ _bug(
     "meshwright.launch.rank",
     "return cls(error.exit_code, text, echo, timed_out)",
     "return cls(1, text, echo, timed_out)",
-    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
+    "tests/launch/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
     kind="wrong input ends with the exit code of a crash",
 )
 _bug(
@@ -192,7 +192,7 @@ _bug(
     "meshwright.launch.local",
     'say(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\\n", stderr=True)',
     "del hint",
-    "tests/test_launch.py::test_killed_rank_is_named_with_its_signal",
+    "tests/launch/test_launch.py::test_killed_rank_is_named_with_its_signal",
     kind="a rank that was killed is not named",
 )
 _bug(
@@ -200,7 +200,7 @@ _bug(
     "meshwright.cli.errors",
     "raise SystemExit(error.exit_code) from None",
     "raise SystemExit(0) from None",
-    "tests/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[unknown key]",
+    "tests/cli/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[unknown key]",
     kind="exit code 0 for a run that was refused",
 )
 _bug(
@@ -208,7 +208,7 @@ _bug(
     "meshwright.cli.errors",
     'if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":',
     "if True:",
-    "tests/test_cli.py::test_only_the_first_rank_of_each_node_tells_the_error",
+    "tests/cli/test_cli.py::test_only_the_first_rank_of_each_node_tells_the_error",
     kind="one error is told by every rank",
 )
 _bug(
@@ -227,7 +227,7 @@ _bug(
     "meshwright.mesh.mesh",
     'return self._ranks["dp_replicate"] * self.degrees.dp_shard + self._ranks["dp_shard"]',
     'return self._ranks["dp_replicate"] + self._ranks["dp_shard"]',
-    "tests/test_mesh.py::test_ranks_that_must_see_one_batch_share_a_data_rank[sizes3-expected3]",
+    "tests/contract/test_mesh.py::test_ranks_that_must_see_one_batch_share_a_data_rank[sizes3-expected3]",
     kind="ranks of HSDP see the same batch",
 )
 _bug(
@@ -235,7 +235,7 @@ _bug(
     "meshwright.mesh.mesh",
     'return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))',
     "return True",
-    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    "tests/step/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
     kind="tokens count once for each rank that shares a batch",
 )
 _bug(
@@ -243,7 +243,7 @@ _bug(
     "meshwright.mesh.sizes",
     '"dp_cp": ("dp_replicate", "dp_shard", "cp"),',
     '"dp_cp": ("dp_replicate", "dp_shard"),',
-    "tests/test_mesh.py::test_views_join_neighbouring_axes",
+    "tests/contract/test_mesh.py::test_views_join_neighbouring_axes",
     kind="the wrong group: dp in the place of dp_cp",
 )
 _bug(
@@ -251,7 +251,7 @@ _bug(
     "meshwright.mesh.world",
     "            error = caught\n        self.raise_together(error)",
     "            raise caught\n        self.raise_together(error)",
-    "tests/test_mesh.py::test_an_error_of_one_rank_is_raised_on_all_with_one_text",
+    "tests/contract/test_mesh.py::test_an_error_of_one_rank_is_raised_on_all_with_one_text",
     kind="an error is raised on one rank, and its peers wait",
 )
 _bug(
@@ -259,7 +259,7 @@ _bug(
     "meshwright.mesh.world",
     "return dist.new_group(backend=backend, timeout=group_timeout())",
     "return dist.new_group(backend=backend)",
-    "tests/test_timeouts.py::test_every_process_group_waits_as_long_as_the_run_asks_for[ddp]",
+    "tests/launch/test_timeouts.py::test_every_process_group_waits_as_long_as_the_run_asks_for[ddp]",
     kind="the timeout of a run is not passed on to the groups that it makes",
 )
 _bug(
@@ -267,7 +267,7 @@ _bug(
     "meshwright.tensors.norms",
     "        dist.all_reduce(result, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)",
     "        pass",
-    "tests/test_norms.py::test_norm_and_scale_over_mixed_placements[2.0]",
+    "tests/optim/test_norms.py::test_norm_and_scale_over_mixed_placements[2.0]",
     kind="a norm over the local shards",
 )
 _bug(
@@ -275,7 +275,7 @@ _bug(
     "meshwright.tensors.norms",
     "for axis, placement in enumerate(tensor.placements) if is_sharded(placement))",
     "for axis, placement in enumerate(tensor.placements) if placement is not None)",
-    "tests/test_norms.py::test_norm_and_scale_over_mixed_placements[2.0]",
+    "tests/optim/test_norms.py::test_norm_and_scale_over_mixed_placements[2.0]",
     kind="replicated gradients are counted once for each copy",
 )
 _bug(
@@ -283,7 +283,7 @@ _bug(
     "meshwright.tensors.norms",
     "(max_norm / (total_norm + 1e-6)).clamp(max=1.0)",
     "max_norm / (total_norm + 1e-6)",
-    "tests/test_norms.py::test_gradients_below_the_limit_stay_as_they_are",
+    "tests/optim/test_norms.py::test_gradients_below_the_limit_stay_as_they_are",
     kind="clipping scales small gradients up",
 )
 _bug(
@@ -291,7 +291,7 @@ _bug(
     "meshwright.tensors.norms",
     "torch.float64 if wide else torch.promote_types(tensors[0].dtype, torch.float32)",
     "torch.float64 if wide else tensors[0].dtype",
-    "tests/test_norms.py::test_half_precision_is_summed_in_float32",
+    "tests/optim/test_norms.py::test_half_precision_is_summed_in_float32",
     kind="a sum of squares in half precision",
 )
 _bug(
@@ -307,7 +307,7 @@ _bug(
     "meshwright.tensors.pieces",
     "    first, last = -(-start // row), end // row",
     "    first, last = start // row, end // row",
-    "tests/test_pieces.py::test_a_stretch_is_few_rectangles_which_are_its_elements",
+    "tests/tensors/test_pieces.py::test_a_stretch_is_few_rectangles_which_are_its_elements",
     kind="the part of a parameter that a rank owns begins in the wrong row",
 )
 
@@ -318,7 +318,7 @@ _bug(
     "meshwright.model.recompute",
     "preserve_rng_state=True",
     "preserve_rng_state=False",
-    "tests/test_recompute.py::test_dropout_is_drawn_again_alike_and_a_block_in_two_places_is_wrapped_once[full]",
+    "tests/model/test_recompute.py::test_dropout_is_drawn_again_alike_and_a_block_in_two_places_is_wrapped_once[full]",
     kind="recomputation draws other dropout than the forward did",
 )
 _bug(
@@ -326,7 +326,7 @@ _bug(
     "meshwright.single.manager",
     "checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)",
     "checkpoint_blocks(model, self.layout, False)",
-    "tests/test_recompute.py::test_single_recomputes_as_other_strategies_do",
+    "tests/model/test_recompute.py::test_single_recomputes_as_other_strategies_do",
     kind="an option is taken and does nothing",
 )
 _bug(
@@ -334,7 +334,7 @@ _bug(
     "meshwright.model.recompute",
     "if not (block.training and torch.is_grad_enabled()):",
     "if False:",
-    "tests/test_recompute.py::test_evaluation_is_not_touched",
+    "tests/model/test_recompute.py::test_evaluation_is_not_touched",
     kind="what is for training acts in evaluation, too",
 )
 _bug(
@@ -342,7 +342,7 @@ _bug(
     "meshwright.model.weights",
     "        for name in names[1:]:",
     "        for name in names[:0]:",
-    "tests/test_deferred.py::test_sharded_on_meta_and_trained_bit_for_bit_as_without[single-1-{}-True]",
+    "tests/model/test_deferred.py::test_sharded_on_meta_and_trained_bit_for_bit_as_without[single-1-{}-True]",
     kind="tied weights come apart where a model gets its memory",
 )
 _bug(
@@ -350,7 +350,7 @@ _bug(
     "meshwright.model.pretrained.files",
     "weights_only=True, mmap",
     "weights_only=False, mmap",
-    "tests/test_pretrained.py::test_a_pickle_that_holds_more_than_tensors_is_an_error",
+    "tests/model/test_pretrained.py::test_a_pickle_that_holds_more_than_tensors_is_an_error",
     kind="a pickle of somebody else runs",
 )
 
@@ -377,7 +377,7 @@ _bug(
     "meshwright.strategy.stack",
     "        stack = Stack(_layer(named, config))",
     "        stack = Stack(_layer(named, {}))",
-    "tests/test_stack.py::test_options_reach_the_named_strategy_and_its_wrapper",
+    "tests/contract/test_stack.py::test_options_reach_the_named_strategy_and_its_wrapper",
     kind="the options of a run do not reach its strategy",
 )
 _bug(
@@ -385,7 +385,7 @@ _bug(
     "meshwright.strategy.stack",
     "        or [spec.name for spec in specs if issubclass(spec.config_cls, own)]\n",
     "",
-    "tests/test_stack.py::test_the_strategy_follows_from_bases_and_subclasses_of_its_config",
+    "tests/contract/test_stack.py::test_the_strategy_follows_from_bases_and_subclasses_of_its_config",
     kind="a config trains under another strategy than its own",
 )
 _bug(
@@ -393,7 +393,7 @@ _bug(
     "meshwright.strategy.stack",
     "        if axis not in stack.claims:",
     "        if axis not in stack.claims and False:",
-    "tests/test_stack.py::test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_change"
+    "tests/contract/test_stack.py::test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_change"
     "[shards-sizes0-4-texts0]",
     kind="validation that is there but does not run",
 )
@@ -469,7 +469,7 @@ _bug(
     "meshwright.parallel.context.probe",
     "if probe.logits is not None and probe.logits.dim() != 3 and not _takes_last(probe, ids):",
     "if False:",
-    "tests/test_heads.py::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of the first token]",
+    "tests/step/test_heads.py::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of the first token]",
     kind="what a rank finds in its part is taken for what is found in the whole",
 )
 _bug(
@@ -557,7 +557,7 @@ _bug(
     "meshwright.manager.data_parallel",
     "        self.module.eval()\n",
     "        self.module.train()\n",
-    "tests/test_train.py::test_evaluation_draws_no_dropout[{}]",
+    "tests/train/test_train.py::test_evaluation_draws_no_dropout[{}]",
     kind="evaluation runs in training mode",
 )
 _bug(
@@ -565,7 +565,7 @@ _bug(
     "meshwright.manager.data_parallel",
     "        check_nothing_pending(self.trainable())\n",
     "",
-    "tests/test_batch.py::test_calls_out_of_order_are_told[single]",
+    "tests/step/test_batch.py::test_calls_out_of_order_are_told[single]",
     kind="gradients of an earlier step join those of the next",
 )
 _bug(
@@ -581,7 +581,7 @@ _bug(
     "meshwright.manager.start",
     'for axis in ("pp", "dp", "cp", "tp"):',
     'for axis in ("pp", "cp", "tp"):',
-    "tests/test_parity.py::test_copies_built_from_different_seeds_start_from_the_first_rank[ddp]",
+    "tests/testing/test_parity.py::test_copies_built_from_different_seeds_start_from_the_first_rank[ddp]",
     kind="copies start from different weights",
 )
 _bug(
@@ -589,7 +589,7 @@ _bug(
     "meshwright.manager.start",
     '    dist.broadcast(seed, group=mesh.group("tp"), group_src=0)\n',
     "",
-    "tests/test_loading.py::test_ranks_that_share_layers_share_the_random_state_of_dropout",
+    "tests/model/test_loading.py::test_ranks_that_share_layers_share_the_random_state_of_dropout",
     kind="ranks that hold the same activations draw different dropout",
 )
 _bug(
@@ -614,7 +614,7 @@ _bug(
     "meshwright.step.token_loss",
     "return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)",
     "return labels_BS",
-    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    "tests/step/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
     kind="labels are not shifted, and the model learns to copy",
 )
 _bug(
@@ -622,7 +622,7 @@ _bug(
     "meshwright.step.token_loss",
     "return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)",
     "return F.pad(labels_BS[:, 2:], (0, 2), value=IGNORED_LABEL)",
-    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    "tests/step/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
     kind="labels are shifted by the data and by the loss",
 )
 _bug(
@@ -638,7 +638,7 @@ _bug(
     "meshwright.step.token_loss",
     "        logits_BSV = logits_BSV.float()\n",
     "        pass\n",
-    "tests/test_batch.py::test_the_loss_of_logits_in_half_precision_is_that_in_float32",
+    "tests/step/test_batch.py::test_the_loss_of_logits_in_half_precision_is_that_in_float32",
     kind="the loss is computed in the half precision of the logits",
 )
 _bug(
@@ -654,7 +654,7 @@ _bug(
     "meshwright.step.message",
     "COUNTED, terms.tokens(microbatches) if _counts(mesh) else 0)",
     "COUNTED, terms.tokens(microbatches))",
-    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    "tests/step/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
     kind="tokens of ranks that share a batch are counted once for each",
 )
 _bug(
@@ -662,7 +662,7 @@ _bug(
     "meshwright.mesh.world",
     "            self._pass(self.rank + power, receive=theirs)\n            combine()\n",
     "            self._pass(self.rank + power, receive=theirs)\n",
-    "tests/test_lean_step.py::test_sums_and_highest_values_are_those_of_all_ranks[3]",
+    "tests/step/test_lean_step.py::test_sums_and_highest_values_are_those_of_all_ranks[3]",
     kind="of a number of ranks that is no power of two, some have no say",
 )
 _bug(
@@ -678,7 +678,7 @@ _bug(
     "meshwright.train.ahead",
     "            raise_on_all(self._manager.mesh.world, error, BatchError, what)\n",
     "            raise drawn.error\n",
-    "tests/test_train.py::test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks[culprits0-2]",
+    "tests/train/test_train.py::test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks[culprits0-2]",
     kind="a rank that cannot draw its microbatches raises alone, and the others wait for it",
 )
 _bug(
@@ -694,7 +694,7 @@ _bug(
     "meshwright.train.ahead",
     "        torch.set_rng_state(drawn.generator)\n",
     "",
-    "tests/test_train.py::test_a_step_that_is_begun_ahead_is_the_step_that_it_would_be",
+    "tests/train/test_train.py::test_a_step_that_is_begun_ahead_is_the_step_that_it_would_be",
     kind="a step has other random numbers when it has been begun ahead, so that a run that goes on is another",
 )
 _bug(
@@ -702,7 +702,7 @@ _bug(
     "meshwright.step.agreement",
     "if microbatches is not num_tokens.announced.microbatches:",
     "if False:",
-    "tests/test_lean_step.py::test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count[1-0]",
+    "tests/step/test_lean_step.py::test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count[1-0]",
     kind="a step is trained on other microbatches than the ranks have agreed on",
 )
 _bug(
@@ -710,7 +710,7 @@ _bug(
     "meshwright.step.message",
     "return cls(mesh, defect, given)",
     "return cls(mesh, None if given == ANNOUNCED else defect, given)",
-    "tests/test_lean_step.py::test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count[1-None]",
+    "tests/step/test_lean_step.py::test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count[1-None]",
     kind="what a rank finds wrong with a step that has been begun ahead is not told",
 )
 _bug(
@@ -718,7 +718,7 @@ _bug(
     "meshwright.step.agreement",
     "if total < 1:",
     "if total < 0:",
-    "tests/test_batch.py::test_step_without_any_target_is_refused",
+    "tests/step/test_batch.py::test_step_without_any_target_is_refused",
     kind="a step without targets divides by zero",
 )
 _bug(
@@ -726,7 +726,7 @@ _bug(
     "meshwright.step.batch",
     "return [_without_mask(batch) if _restarts(batch) else batch for batch in microbatches]",
     "return [*microbatches]",
-    "tests/test_packing.py::test_documents_in_one_row_with_a_mask_of_ones_train_as_in_rows_of_their_own[single-sizes0]",
+    "tests/data/test_packing.py::test_documents_in_one_row_with_a_mask_of_ones_train_as_in_rows_of_their_own[single-sizes0]",
     kind="positions of one document are seen by the next",
 )
 _bug(
@@ -734,7 +734,7 @@ _bug(
     "meshwright.step.agreement",
     "    if answer.shares:",
     "    if False:",
-    "tests/test_batch.py::test_ranks_that_share_a_batch_must_have_the_same_tokens[0]",
+    "tests/step/test_batch.py::test_ranks_that_share_a_batch_must_have_the_same_tokens[0]",
     kind="ranks that share a batch read different ones without a word",
 )
 _bug(
@@ -917,7 +917,7 @@ _bug(
     "meshwright.parallel.context.positions",
     "return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)",
     "return torch.cat([chunks[rank], chunks[ranks + rank]], dim)",
-    "tests/test_context_parallel.py::test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail[2]",
+    "tests/parallel/test_context_parallel.py::test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail[2]",
     kind="ranks disagree on who has which positions",
 )
 _bug(
@@ -981,7 +981,7 @@ _bug(
     "meshwright.parallel.context.parallel",
     "is_whole and (local_size is None or kv_length < local_size)",
     "is_whole",
-    "tests/test_context_parallel.py::test_parity_of_architectures[mistral-cp2-ulysses]",
+    "tests/parallel/test_context_parallel.py::test_parity_of_architectures[mistral-cp2-ulysses]",
     kind="a sliding window is taken for plain causal attention",
 )
 _bug(
@@ -989,7 +989,7 @@ _bug(
     "meshwright.parallel.context.parallel",
     "            if name not in _DIVIDED:",
     "            if False:",
-    "tests/test_context_parallel.py::test_what_cannot_be_divided_in_a_batch_is_refused",
+    "tests/parallel/test_context_parallel.py::test_what_cannot_be_divided_in_a_batch_is_refused",
     kind="what is not known to be divided is passed on as it is",
 )
 
@@ -1036,7 +1036,7 @@ _bug(
     "meshwright.checkpoint.manifest",
     "        if not is_whole or checksum != digest(content):",
     "        if not is_whole and checksum != digest(content):",
-    "tests/test_checkpoint_faults.py::test_what_is_not_whole_is_named_and_an_older_one_is_taken[the manifest is altered]",
+    "tests/checkpoint/test_checkpoint_faults.py::test_what_is_not_whole_is_named_and_an_older_one_is_taken[the manifest is altered]",
     kind="the manifest itself has no checksum",
 )
 _bug(
@@ -1044,7 +1044,7 @@ _bug(
     "meshwright.checkpoint.manifest",
     '        checksum = content.pop("sha256")\n        if not is_whole or checksum != digest(content):',
     '        digest = content.pop("sha256")\n        if not is_whole or digest != digest(content):',
-    "tests/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
+    "tests/checkpoint/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
     kind="a name hides the function of that name, and the error is taken for damage",
 )
 _bug(
@@ -1052,7 +1052,7 @@ _bug(
     "meshwright.checkpoint.manifest",
     'or path.is_absolute() or ".." in path.parts',
     "or path.is_absolute()",
-    "tests/test_checkpoint_formats.py::test_a_manifest_names_files_of_the_checkpoint_alone[../outside]",
+    "tests/checkpoint/test_checkpoint_formats.py::test_a_manifest_names_files_of_the_checkpoint_alone[../outside]",
     kind="a file names others beside its directory",
 )
 _bug(
@@ -1060,7 +1060,7 @@ _bug(
     "meshwright.checkpoint.directory",
     "        shutil.rmtree(old, ignore_errors=True)\n        final.rename(old)\n",
     "        shutil.rmtree(final)\n",
-    "tests/test_checkpoint_directory.py::test_a_failed_rename_leaves_the_old_checkpoint_under_its_name",
+    "tests/checkpoint/test_checkpoint_directory.py::test_a_failed_rename_leaves_the_old_checkpoint_under_its_name",
     kind="the old checkpoint is removed before the new one has its name",
 )
 _bug(
@@ -1068,7 +1068,7 @@ _bug(
     "meshwright.checkpoint.directory",
     '    writing = beside(final, "writing")\n    try:\n        recover(final)\n',
     "    writing = final\n    try:\n",
-    "tests/test_checkpoint_directory.py::test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint"
+    "tests/checkpoint/test_checkpoint_directory.py::test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint"
     "[before]",
     kind="a checkpoint is written in place",
 )
@@ -1085,7 +1085,7 @@ _bug(
     "meshwright.checkpoint.directory",
     "if step <= newest and _is_whole(path)]",
     "if _is_whole(path)]",
-    "tests/test_checkpoint_directory.py::test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps",
+    "tests/checkpoint/test_checkpoint_directory.py::test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps",
     kind="after going back, new checkpoints are deleted as soon as they are written",
 )
 _bug(
@@ -1093,7 +1093,7 @@ _bug(
     "meshwright.checkpoint.directory",
     "if step <= newest and _is_whole(path)]",
     "if step <= newest]",
-    "tests/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
+    "tests/checkpoint/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
     kind="a torn checkpoint counts, and the last whole one is deleted",
 )
 _bug(
@@ -1101,7 +1101,7 @@ _bug(
     "meshwright.checkpoint.schedule",
     '_OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}',
     '_OF_GROUPS = {"base_lrs": "lr", "_last_lr": "lr"}',
-    "tests/test_checkpoint_schedule.py::test_each_group_goes_on_with_its_own_rate[[0, 1]-lambda]",
+    "tests/checkpoint/test_checkpoint_schedule.py::test_each_group_goes_on_with_its_own_rate[[0, 1]-lambda]",
     kind="after resume the learning rate follows from the one that was reached",
 )
 _bug(
@@ -1109,7 +1109,7 @@ _bug(
     "meshwright.tensors.ownership",
     "start, end = size * index // count, size * (index + 1) // count",
     "start, end = size // count * index, size // count * (index + 1)",
-    "tests/test_checkpoint_ownership.py::test_every_element_is_written_once_by_a_rank_that_has_it",
+    "tests/checkpoint/test_checkpoint_ownership.py::test_every_element_is_written_once_by_a_rank_that_has_it",
     kind="what the ranks do not divide is saved by none of them",
 )
 _bug(
@@ -1149,7 +1149,7 @@ _bug(
     "meshwright.checkpoint.export",
     "return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype",
     "return self._dtype if self._dtype is None and dtype.is_floating_point else dtype",
-    "tests/test_export.py::test_weights_are_converted_and_files_bounded",
+    "tests/model/test_export.py::test_weights_are_converted_and_files_bounded",
     kind="weights are exported in the wrong dtype",
 )
 _bug(
@@ -1157,7 +1157,7 @@ _bug(
     "meshwright.checkpoint.export",
     "    yield writing\n    if first:\n        writing.rename(output.resolve())\n",
     "    if first:\n        writing.rename(output.resolve())\n    yield output.resolve()\n",
-    "tests/test_export.py::test_an_export_that_is_cut_off_leaves_nothing_under_its_name",
+    "tests/model/test_export.py::test_an_export_that_is_cut_off_leaves_nothing_under_its_name",
     kind="an export has its name before it is whole",
 )
 _bug(
@@ -1173,7 +1173,7 @@ _bug(
     "meshwright.checkpoint.manifest",
     "    if key is not None and not key.has_signed(version, checksum, signature):",
     "    if key is not None and signature is not None and not key.has_signed(version, checksum, signature):",
-    "tests/test_checkpoint_verify.py::test_a_foreign_one_is_not_passed_over_as_a_torn_one_is",
+    "tests/checkpoint/test_checkpoint_verify.py::test_a_foreign_one_is_not_passed_over_as_a_torn_one_is",
     kind="a checkpoint without a signature is loaded where a key is asked for",
 )
 _bug(
@@ -1181,7 +1181,7 @@ _bug(
     "meshwright.checkpoint.directory",
     "            if not is_foreign(LocalFolder(path, access)):\n                shutil.rmtree(path, ignore_errors=True)",
     "            shutil.rmtree(path, ignore_errors=True)",
-    "tests/test_checkpoint_verify.py::test_what_is_foreign_is_never_removed_nor_replaced",
+    "tests/checkpoint/test_checkpoint_verify.py::test_what_is_foreign_is_never_removed_nor_replaced",
     kind="what another has signed is removed with the leftovers",
 )
 _bug(
@@ -1189,13 +1189,13 @@ _bug(
     "meshwright.checkpoint.remote",
     "            with suppress(Exception):\n                file.discard()\n            file.closed = True\n            raise",
     "            file.close()\n            raise",
-    "tests/test_remote_checkpoints.py::test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none",
+    "tests/checkpoint/test_remote_checkpoints.py::test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none",
     kind="a file whose writing has failed is closed, which makes a half of it appear",
 )
 
 # -- what an export has
 
-_EXPORT = "tests/test_export.py"
+_EXPORT = "tests/model/test_export.py"
 _bug(
     "the_configuration_says_which_weights_are_one",
     "meshwright.model.ties",
@@ -1226,7 +1226,7 @@ _bug(
     "meshwright.manager.call_order",
     "    _TAKEN.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))\n",
     "    _TAKEN.update(modules)\n",
-    "tests/test_taken_models.py::test_models_that_share_modules_without_parameters_have_managers_of_their_own",
+    "tests/model/test_taken_models.py::test_models_that_share_modules_without_parameters_have_managers_of_their_own",
     kind="a second model of a type is refused in the same process",
 )
 _bug(
@@ -1242,7 +1242,7 @@ _bug(
     "meshwright.model.base_files",
     'sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])',
     "sorted(directory.iterdir())",
-    "tests/test_adapter_runs.py::test_a_merged_adapter_keeps_all_files_of_its_tokenizer",
+    "tests/model/test_adapter_runs.py::test_a_merged_adapter_keeps_all_files_of_its_tokenizer",
     kind="licence, processors and code of the base are lost on export",
 )
 _bug(
@@ -1250,7 +1250,7 @@ _bug(
     "meshwright.model.operators",
     "        self._saved.pop(key, None)\n",
     "",
-    "tests/test_activation_budget.py::test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit[rwkv]",
+    "tests/model/test_activation_budget.py::test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit[rwkv]",
     kind="a budget of activations ends in a KeyError",
 )
 _bug(
@@ -1258,7 +1258,7 @@ _bug(
     "meshwright.checkpoint.adapter_files",
     '    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)\n',
     "    return stored.manifest.base is not None\n",
-    "tests/test_adapter_files.py::test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or_merged",
+    "tests/model/test_adapter_files.py::test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or_merged",
     kind="an adapter that was trained cannot be saved",
 )
 _bug(
@@ -1599,7 +1599,7 @@ _bug(
     "meshwright.step.forward_options",
     "    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):",
     "    if False:",
-    "tests/test_apart.py::test_models_that_keep_documents_apart_are_taken[granitemoe]",
+    "tests/parallel/test_apart.py::test_models_that_keep_documents_apart_are_taken[granitemoe]",
     kind="a cache of keys hides from a model that documents share a row",
 )
 _bug(
@@ -1607,7 +1607,7 @@ _bug(
     "meshwright.train.apart",
     "    if not moved <= limit * measure:",
     "    if not moved <= measure + limit:",
-    "tests/test_apart.py::test_models_whose_documents_see_each_other_are_refused[torch.float32-falcon_h1]",
+    "tests/parallel/test_apart.py::test_models_whose_documents_see_each_other_are_refused[torch.float32-falcon_h1]",
     kind="a model that lets a little through is taken",
 )
 _bug(
@@ -1666,7 +1666,7 @@ _bug(
     "meshwright.train.seeds",
     "spawn_key=(step, data_rank)",
     "spawn_key=(0, data_rank)",
-    "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
+    "tests/train/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
     kind="every step draws the same dropout",
 )
 _bug(
@@ -1674,7 +1674,7 @@ _bug(
     "meshwright.train.ahead",
     "step_seed(seed, step, self._manager.mesh.data_rank)",
     "step_seed(seed, step, 0)",
-    "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
+    "tests/train/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
     kind="ranks with other data draw the same dropout",
 )
 _bug(
@@ -1828,7 +1828,7 @@ _bug(
     "meshwright.train.decay",
     "if owner is not None and _NORM_CLASS.search(type(owner).__name__):",
     "if False:",
-    "tests/test_decay.py::test_every_strategy_decays_the_same_parameters_of_a_model_of_ones_own[fsdp2, recomputation]",
+    "tests/optim/test_decay.py::test_every_strategy_decays_the_same_parameters_of_a_model_of_ones_own[fsdp2, recomputation]",
     kind="a norm is decayed",
 )
 _bug(
@@ -1836,7 +1836,7 @@ _bug(
     "meshwright.train.decay",
     'if last != "weight" and sum(size > 1 for size in shape) < 2:',
     "if False:",
-    "tests/test_decay.py::test_names_of_wrappers_and_adapters_say_nothing[q_proj.ia3_l.default-shape3-False]",
+    "tests/optim/test_decay.py::test_names_of_wrappers_and_adapters_say_nothing[q_proj.ia3_l.default-shape3-False]",
     kind="a vector is decayed since it has several dims",
 )
 _bug(
@@ -1844,7 +1844,7 @@ _bug(
     "meshwright.step.message",
     "return sums, [*equal, self.most, self.longest]",
     "return sums, [*equal, self.most, 0]",
-    "tests/test_rope_length.py::test_rope_that_looks_at_the_batch_gives_the_same_loss_in_every_layout"
+    "tests/step/test_rope_length.py::test_rope_that_looks_at_the_batch_gives_the_same_loss_in_every_layout"
     "[1-single-sizes0-2-longrope-padded]",
     kind="frequencies of positions hang on the division of a step",
 )
@@ -1853,7 +1853,7 @@ _bug(
     "meshwright._compat.transformers",
     "if known > rope.original_max_seq_len:",
     "if False:",
-    "tests/test_rope_length.py::test_rows_of_one_length_have_the_loss_of_transformers_after_longer_ones_too[dynamic]",
+    "tests/step/test_rope_length.py::test_rows_of_one_length_have_the_loss_of_transformers_after_longer_ones_too[dynamic]",
     kind="a step hangs on the lengths of those before it",
 )
 _bug(
@@ -1861,7 +1861,7 @@ _bug(
     "meshwright.data.encoding.answers",
     "unanswered=len(conversation.messages) - len(whole.messages))",
     "unanswered=0)",
-    "tests/test_chat.py::test_turns_behind_the_last_answer_are_left_out_and_counted[llama3-answers]",
+    "tests/data/test_chat.py::test_turns_behind_the_last_answer_are_left_out_and_counted[llama3-answers]",
     kind="a part of a record is left out without a word",
 )
 _bug(
@@ -2037,7 +2037,7 @@ _bug(
     "meshwright.train.fate",
     "    if held and not config.overwrite:\n",
     "    if False:\n",
-    "tests/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[results in the way]",
+    "tests/cli/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[results in the way]",
     kind="results of an earlier run are replaced unasked",
 )
 _bug(
@@ -2045,7 +2045,7 @@ _bug(
     "meshwright.train.resume",
     "    if refused:\n",
     "    if False:\n",
-    "tests/test_run_directory.py::test_an_allowed_change_acts_as_in_a_handwritten_loop[optimizer.lr]",
+    "tests/train/test_run_directory.py::test_an_allowed_change_acts_as_in_a_handwritten_loop[optimizer.lr]",
     kind="a run goes on from a checkpoint of another",
 )
 _bug(
@@ -2112,7 +2112,7 @@ _bug(
     "meshwright.model.random_tiles",
     "fill.stream + tile.number",
     "fill.stream",
-    "tests/test_initial_weights.py::test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ",
+    "tests/model/test_initial_weights.py::test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ",
     kind="parts of a weight matrix start with the same values",
 )
 _bug(
@@ -2120,7 +2120,7 @@ _bug(
     "meshwright.model.random_tiles",
     "                target = values[begin:end]\n",
     "                target = values[begin:begin]\n",
-    "tests/test_initial_weights.py::test_rows_that_are_set_are_set_in_every_tile",
+    "tests/model/test_initial_weights.py::test_rows_that_are_set_are_set_in_every_tile",
     kind="what a constructor sets to zero starts with noise",
 )
 _bug(
@@ -2128,7 +2128,7 @@ _bug(
     "meshwright._compat.torch",
     "rows.unflatten(0, (ranks, parts, -1)).transpose(0, 1)",
     "rows.unflatten(0, (ranks, parts, -1))",
-    "tests/test_compat.py::test_a_packed_shard_divides_each_part",
+    "tests/contract/test_compat.py::test_a_packed_shard_divides_each_part",
     kind="packed weights are gathered in a wrong order",
 )
 _bug(
@@ -2136,7 +2136,7 @@ _bug(
     "meshwright.launch.allocator",
     "if uses_expandable_segments(environment) and not _settings(environment) and _is_supported():",
     "if _is_supported():",
-    "tests/test_environment.py::test_expandable_segments_are_set_unless_the_user_has_set_the_allocator[given3-False]",
+    "tests/launch/test_environment.py::test_expandable_segments_are_set_unless_the_user_has_set_the_allocator[given3-False]",
     kind="what the user has set is overwritten",
 )
 _bug(
@@ -2144,7 +2144,7 @@ _bug(
     "meshwright.plan.device",
     "return 2 * self.workspace_bytes",
     "return 0",
-    "tests/test_plan.py::test_workspaces_of_both_threads_are_planned[h200-64]",
+    "tests/plan/test_plan.py::test_workspaces_of_both_threads_are_planned[h200-64]",
     kind="a plan leaves out memory that libraries hold",
 )
 _bug(
@@ -2200,7 +2200,7 @@ _bug(
     "meshwright.manager.stateful",
     "                trained.grad = None",
     "                pass",
-    "tests/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-zero1-False]",
+    "tests/optim/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-zero1-False]",
     kind="an option is read once and never again",
 )
 _bug(
@@ -2208,7 +2208,7 @@ _bug(
     "meshwright.manager.freezing",
     "        _set_flags(frozen, True)",
     "        pass",
-    "tests/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-False]",
+    "tests/optim/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-False]",
     kind="an error of a library in place of what the user can do",
 )
 _bug(
@@ -2216,7 +2216,7 @@ _bug(
     "meshwright.model.recompute",
     "        put_around(block, Layer.RECOMPUTED, functools.partial(_without_cache, block))\n",
     "",
-    "tests/test_recompute.py::test_blocks_take_no_cache_in_a_loop_that_says_nothing_of_caches[llama-selective]",
+    "tests/model/test_recompute.py::test_blocks_take_no_cache_in_a_loop_that_says_nothing_of_caches[llama-selective]",
     kind="an error of a library in place of what the user can do",
 )
 _bug(
@@ -2368,7 +2368,7 @@ _bug(
     "meshwright_megatron_fsdp.reduction",
     "self._factor = mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1",
     "self._factor = 1",
-    "tests/test_conformance.py::test_strategy_passes[megatron_fsdp-dp_shard=4-average_in_collective=True]",
+    "tests/testing/test_conformance.py::test_strategy_passes[megatron_fsdp-dp_shard=4-average_in_collective=True]",
     kind="a mean over ranks in the place of a sum",
 )
 _bug(
@@ -2435,7 +2435,7 @@ _bug(
     "meshwright_pipeline.manager",
     "            manager.module.eval()\n",
     "            manager.module.train()\n",
-    "tests/test_train.py::test_evaluation_draws_no_dropout[{'pp_size': 2}]",
+    "tests/train/test_train.py::test_evaluation_draws_no_dropout[{'pp_size': 2}]",
     kind="evaluation runs in training mode",
 )
 _bug(
@@ -2547,7 +2547,7 @@ _bug(
 
 # -- activations
 
-_BUDGET = "tests/test_activation_budget.py"
+_BUDGET = "tests/model/test_activation_budget.py"
 _FORESEEN = f"{_BUDGET}::test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit[llama]"
 
 _bug(
@@ -2617,9 +2617,9 @@ _bug(
 
 # -- objectives in layouts
 
-_LAYOUT = "tests/test_objective_layouts.py"
+_LAYOUT = "tests/step/test_objective_layouts.py"
 _AT_ONCE = f"{_LAYOUT}::test_everything_at_once_is_as_on_one_rank"
-_STATS = "tests/test_token_stats.py::test_statistics_are_those_of_plain_transformers"
+_STATS = "tests/step/test_token_stats.py::test_statistics_are_those_of_plain_transformers"
 
 _bug(
     "sharers_count_twice",
@@ -2685,7 +2685,7 @@ _bug(
     "meshwright.manager.forward",
     "[: rows if divides_rows else sequences]",
     "[:sequences]",
-    "tests/test_axis.py::test_it_takes_any_objective[4]",
+    "tests/contract/test_axis.py::test_it_takes_any_objective[4]",
     kind="what is tried leaves ranks without a row",
 )
 _bug(
@@ -2693,7 +2693,7 @@ _bug(
     "meshwright.step.recorder",
     "self.names, self.found = list(names), []",
     "self.names, self.found = self.names or list(names), []",
-    "tests/test_token_stats.py::test_other_names_are_told_the_next_time",
+    "tests/step/test_token_stats.py::test_other_names_are_told_the_next_time",
     kind="what was asked for first is told again",
 )
 _bug(
@@ -2701,13 +2701,13 @@ _bug(
     "meshwright.manager.forward",
     "        if self._router_loss is None:\n            return loss",
     "        if self._router_loss is None or tally is not None:\n            return loss",
-    "tests/test_router_loss_objective.py::test_it_is_the_objective_and_the_models_own_router_loss",
+    "tests/step/test_router_loss_objective.py::test_it_is_the_objective_and_the_models_own_router_loss",
     kind="a router loss goes with the token loss alone",
 )
 
 # -- traffic
 
-_TRAFFIC = "tests/test_traffic.py::test_a_step_sends_the_least_and_what_is_told_beside_it"
+_TRAFFIC = "tests/tensors/test_traffic.py::test_a_step_sends_the_least_and_what_is_told_beside_it"
 
 _bug(
     "gathered_twice",
@@ -2732,14 +2732,16 @@ _bug(
 
 # -- whole parameters
 
-_GIVEN = "tests/test_iter_parameters.py::test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank"
+_GIVEN = (
+    "tests/contract/test_iter_parameters.py::test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank"
+)
 
 _bug(
     "bytes_where_no_element_may_begin",
     "meshwright.tensors.rounds",
     "begin = _up(self._ends[rank], each.itemsize)\n                self._ends",
     "begin = self._ends[rank]\n                self._ends",
-    "tests/test_rounds.py::test_each_element_travels_once_within_the_bucket",
+    "tests/tensors/test_rounds.py::test_each_element_travels_once_within_the_bucket",
     kind="two dtypes in one buffer, without room between them",
 )
 _bug(
@@ -2747,7 +2749,7 @@ _bug(
     "meshwright.tensors.rounds",
     "is_last=begin + most >= max(counts), is",
     "is_last=True, is",
-    "tests/test_rounds.py::test_each_element_travels_once_within_the_bucket",
+    "tests/tensors/test_rounds.py::test_each_element_travels_once_within_the_bucket",
     f"{_GIVEN}[fsdp2]",
     kind="a tensor is given before all of it has come",
 )
@@ -2756,7 +2758,7 @@ _bug(
     "meshwright.tensors.whole_parameters",
     "                else:\n                    begun = value\n                del value",
     "                else:\n                    begun = value",
-    "tests/test_iter_parameters.py::test_a_bucket_and_one_parameter_are_all_that_is_held[fsdp2-8192]",
+    "tests/contract/test_iter_parameters.py::test_a_bucket_and_one_parameter_are_all_that_is_held[fsdp2-8192]",
     kind="a generator keeps what it has yielded while it makes the next",
 )
 _bug(
@@ -2764,8 +2766,8 @@ _bug(
     "meshwright.tensors.whole_parameters",
     "return None if enough == 0 else candidates[enough - 1]",
     "return world.group or dist.group.WORLD",
-    "tests/test_traffic.py::test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them[HSDP]",
-    "tests/test_traffic.py::test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them"
+    "tests/tensors/test_traffic.py::test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them[HSDP]",
+    "tests/tensors/test_traffic.py::test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them"
     "[ddp, distributed optimizer]",
     kind="what a rank's neighbours have is sent from afar",
 )
@@ -2796,7 +2798,9 @@ _bug(
 
 # -- what is given up with one rank alone
 
-_BREAKS = "tests/test_objective_errors.py::test_an_objective_that_breaks_on_one_rank_is_told_on_all_and_trains_nothing"
+_BREAKS = (
+    "tests/step/test_objective_errors.py::test_an_objective_that_breaks_on_one_rank_is_told_on_all_and_trains_nothing"
+)
 
 _bug(
     "errors_of_ours_are_raised_alone",
@@ -2819,7 +2823,7 @@ _bug(
     "meshwright.manager.values",
     "part = axis.joined_sequences(part) if of_sequences and axis.divides_sequences else axis.joined(part)",
     "part = axis.joined_sequences(part) if of_sequences else axis.joined(part)",
-    "tests/test_heads.py::test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs",
+    "tests/step/test_heads.py::test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs",
     kind="what one rank has is taken for the whole",
 )
 _bug(
@@ -2827,15 +2831,15 @@ _bug(
     "meshwright.step.objective",
     "        self.usual.clear()\n",
     "",
-    "tests/test_objective.py::test_statistics_are_computed_at_once_and_no_others",
+    "tests/step/test_objective.py::test_statistics_are_computed_at_once_and_no_others",
     kind="what is not asked for is computed",
 )
 
 # -- objectives
 
-_OBJECTIVES = "tests/test_objectives.py"
+_OBJECTIVES = "tests/step/test_objectives.py"
 _PADDED = f"{_OBJECTIVES}::test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_hold"
-_TRL = "tests/test_objectives_of_trl.py"
+_TRL = "tests/step/test_objectives_of_trl.py"
 _GRPO = f"{_TRL}::test_grpo_is_that_of_trl"
 
 _bug(
@@ -2987,7 +2991,7 @@ _bug(
 
 # -- conversations
 
-_CHAT = "tests/test_chat.py"
+_CHAT = "tests/data/test_chat.py"
 _bug(
     "prompt_of_other_tokens",
     "meshwright.data.encoding.drafts",
@@ -3102,7 +3106,7 @@ _bug(
     "meshwright.cli.data",
     "        def feed() -> Feed:\n",
     "        from functools import cache\n\n        @cache\n        def feed() -> Feed:\n",
-    "tests/test_data_show.py::test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too",
+    "tests/data/test_data_show.py::test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too",
     kind="what goes forwards is read twice",
 )
 _bug(
@@ -3110,7 +3114,7 @@ _bug(
     "meshwright.data.summary",
     "np.flatnonzero((ids != FILL) | (labels != IGNORED_LABEL))",
     "np.flatnonzero(labels != IGNORED_LABEL)",
-    "tests/test_data_show.py::test_padding_is_no_text",
+    "tests/data/test_data_show.py::test_padding_is_no_text",
     kind="what is not learnt is not shown",
 )
 _bug(
@@ -3118,15 +3122,15 @@ _bug(
     "meshwright.data.reading.stdlib",
     "hashlib.blake2b(entry.name.encode(), digest_size=8)",
     "hashlib.blake2b(entry.text.encode(), digest_size=8)",
-    "tests/test_stdlib_conversations.py::test_the_wording_hangs_on_the_name_alone",
+    "tests/data/test_stdlib_conversations.py::test_the_wording_hangs_on_the_name_alone",
     kind="data that differ where they should not",
 )
 
 # -- adapters in files
 
-_ADAPTERS = "tests/test_adapter_files.py"
-_ADAPTER_RUNS = "tests/test_adapter_runs.py"
-_OTHERS = "tests/test_models_of_others.py"
+_ADAPTERS = "tests/model/test_adapter_files.py"
+_ADAPTER_RUNS = "tests/model/test_adapter_runs.py"
+_OTHERS = "tests/model/test_models_of_others.py"
 
 _bug(
     "base_in_checkpoints",
@@ -3276,7 +3280,7 @@ _bug(
 
 # -- adapters
 
-_ADAPTERS = "tests/test_adapters.py"
+_ADAPTERS = "tests/model/test_adapters.py"
 _bug(
     "whole_matrices_get_a_part",
     "meshwright.parallel.tensor.adapters",
@@ -3346,7 +3350,7 @@ _bug(
     "meshwright.checkpoint.adapter_files",
     "read[key] = value.t().contiguous() if is_transposed(named[key]) else value",
     "read[key] = value",
-    "tests/test_adapter_files.py::test_peft_loads_what_was_trained_and_merged_models_compute_it[tied factors-tied]",
+    "tests/model/test_adapter_files.py::test_peft_loads_what_was_trained_and_merged_models_compute_it[tied factors-tied]",
     kind="a file has a factor as we hold it, and not as peft does",
 )
 _bug(
@@ -3354,7 +3358,7 @@ _bug(
     "meshwright._compat.peft",
     '_WRAPPED = ("base_layer", "original_module", "token_adapter")',
     '_WRAPPED = ("base_layer", "original_module")',
-    "tests/test_adapter_files.py::test_single_tokens_that_are_trained_are_merged[untied]",
+    "tests/model/test_adapter_files.py::test_single_tokens_that_are_trained_are_merged[untied]",
     kind="merged parameters have names that the base does not know",
 )
 _bug(
@@ -3418,8 +3422,8 @@ _bug(
 
 # -- jobs, and stopping
 
-_STOPPING = "tests/test_stopping.py"
-_JOBS = "tests/test_launch_files.py"
+_STOPPING = "tests/train/test_stopping.py"
+_JOBS = "tests/cluster/test_launch_files.py"
 _bug(
     "signals_unheard_by_peers",
     "meshwright.train.ahead",
@@ -3479,7 +3483,7 @@ _bug(
 
 # -- trainers
 
-_HEADS = "tests/test_heads.py"
+_HEADS = "tests/step/test_heads.py"
 _bug(
     "any_rank_scores_a_sequence",
     "meshwright.parallel.context.exchange",
@@ -3501,13 +3505,13 @@ _bug(
     "meshwright_megatron_fsdp._compat.wrapping",
     "    _keep_rows_whole(model, mesh, theirs, units)\n",
     "",
-    "tests/test_adapters.py::test_adapters_train_as_in_one_process[widths-megatron]",
+    "tests/model/test_adapters.py::test_adapters_train_as_in_one_process[widths-megatron]",
     kind="a shard holds a part of a row",
 )
 
 # -- launchers
 
-_LAUNCHERS = "tests/test_launchers.py"
+_LAUNCHERS = "tests/launch/test_launchers.py"
 _bug(
     "launchers_may_disagree",
     "meshwright.launch.join",
@@ -3529,7 +3533,7 @@ _bug(
     "meshwright.launch.join",
     'if has_rank and has_size and "TORCHELASTIC_RUN_ID" in environment:',
     "if False:",
-    "tests/test_slurm.py::test_everything_else_is_left_alone[torchrun within a step]",
+    "tests/launch/test_slurm.py::test_everything_else_is_left_alone[torchrun within a step]",
     kind="torchrun in a task of each node is taken for a contradiction",
 )
 _bug(
@@ -3618,13 +3622,13 @@ _bug(
 
 # -- plan
 
-_PLANNED = "tests/test_plan.py::test_a_plan_is_what_real_ranks_do"
+_PLANNED = "tests/plan/test_plan.py::test_a_plan_is_what_real_ranks_do"
 _bug(
     "resized_memory_stays",
     "meshwright.testing.meter",
     "        for tell in self.watchers:\n            tell(self)\n",
     "",
-    "tests/test_memory.py::test_one_meter_within_another_does_not_end_it",
+    "tests/model/test_memory.py::test_one_meter_within_another_does_not_end_it",
     kind="memory that is given back without an operation is counted on",
 )
 _bug(
@@ -3640,7 +3644,7 @@ _bug(
     "meshwright.plan.messages",
     "        mine = mine[members.rank() * part : (members.rank() + 1) * part]\n",
     "",
-    "tests/test_plan.py::test_each_rank_of_a_planned_world_has_what_this_one_has",
+    "tests/plan/test_plan.py::test_each_rank_of_a_planned_world_has_what_this_one_has",
     kind="a rank is taken to receive other rows than its peers send it",
 )
 _bug(
@@ -3648,7 +3652,7 @@ _bug(
     "meshwright.plan.ranks",
     "return sorted({*found, _rank(last, degrees)})",
     "return sorted(found)",
-    "tests/test_plan.py::test_ranks_that_stand_for_all[sizes0-8-ranks0]",
+    "tests/plan/test_plan.py::test_ranks_that_stand_for_all[sizes0-8-ranks0]",
     kind="the rank that has the least, or the most, is not looked at",
 )
 _bug(
@@ -3656,7 +3660,7 @@ _bug(
     "meshwright.plan.allocator",
     "self._of[block] = self._segments[stream, is_small]",
     'self._of[block] = self._segments.setdefault(("", is_small), self._segments[stream, is_small])',
-    "tests/test_plan_allocator.py::test_streams_do_not_share_memory",
+    "tests/plan/test_plan_allocator.py::test_streams_do_not_share_memory",
     kind="memory of one stream is planned to be reused on another",
 )
 _bug(
@@ -3664,7 +3668,7 @@ _bug(
     "meshwright.plan.time",
     "start = max(self.host, self.free[stream], ready, after)",
     "start = max(self.host, self.free[stream], after)",
-    "tests/test_plan_time.py::test_a_collective_waits_for_what_it_sends",
+    "tests/plan/test_plan_time.py::test_a_collective_waits_for_what_it_sends",
     kind="a message leaves before it is made",
 )
 _bug(
@@ -3672,7 +3676,7 @@ _bug(
     "meshwright.plan.kernels",
     "if last[block] >= end)",
     "if block not in reads)",
-    "tests/test_plan_time.py::test_fused_operators_read_and_write_what_others_see",
+    "tests/plan/test_plan_time.py::test_fused_operators_read_and_write_what_others_see",
     kind="compiled code is planned to write what nobody reads",
 )
 _bug(
@@ -3880,7 +3884,7 @@ _bug(
     "meshwright_megatron_fsdp._compat.wrapping",
     "if shapes[index].numel() >= between:",
     "if True:",
-    "tests/test_adapters.py::test_adapters_train_as_in_one_process[rank_one-megatron]",
+    "tests/model/test_adapters.py::test_adapters_train_as_in_one_process[rank_one-megatron]",
     kind="what another package does is reckoned otherwise than it reckons",
 )
 _bug(
@@ -3888,7 +3892,7 @@ _bug(
     "meshwright.manager.data_parallel",
     "        take(model.modules())\n",
     "",
-    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[ddp bucketed]",
+    "tests/model/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[ddp bucketed]",
     kind="a model under two managers, whose gradients come back as 0",
 )
 _bug(
@@ -3896,7 +3900,7 @@ _bug(
     "meshwright_pipeline.manager",
     "check_new(model, has_model=self._model is not None)",
     "check_new(nn.Module(), has_model=self._model is not None)",
-    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[pipeline]",
+    "tests/model/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[pipeline]",
     kind="a model that was taken apart is taken again",
 )
 _bug(
@@ -3912,7 +3916,7 @@ _bug(
     "meshwright_trainer.grpo",
     "        self.args = arguments_among([*args, *kwargs.values()])\n",
     "",
-    "tests/test_coming_from.py::test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends",
+    "tests/docs/test_coming_from.py::test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends",
     kind="a trainer of completions takes no path",
 )
 _bug(
@@ -4005,7 +4009,7 @@ _bug(
     "meshwright.train.run",
     "            world.raise_together(companion.refusal if companion is not None else None)\n",
     "",
-    "tests/test_plan_beside.py::test_ranks_of_a_launcher_are_refused_together",
+    "tests/plan/test_plan_beside.py::test_ranks_of_a_launcher_are_refused_together",
     kind="what cannot fit is begun",
 )
 _bug(
@@ -4013,7 +4017,7 @@ _bug(
     "meshwright.train.run",
     "    return nullcontext() if companion is None or mesh.rank else companion.seeing()",
     "    return nullcontext()",
-    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
+    "tests/plan/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
     kind="memory that was there before is not counted",
 )
 _bug(
@@ -4021,7 +4025,7 @@ _bug(
     "meshwright_ddp.manager",
     "self.settles_after = 2",
     "self.settles_after = 1",
-    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
+    "tests/plan/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
     kind="a step that is not as all others stands for them",
 )
 _bug(
@@ -4029,7 +4033,7 @@ _bug(
     "meshwright_ddp.hooks",
     "buffer.copy_(_after(done, wide))",
     "_after(done, wide).to(buffer.dtype)",
-    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
+    "tests/plan/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
     kind="what has been used is held until the next step",
 )
 _bug(
@@ -4037,10 +4041,10 @@ _bug(
     "meshwright.plan.trace",
     "            EMA(manager, job.ema)\n",
     "            pass\n",
-    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[bucketed]",
+    "tests/plan/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[bucketed]",
     kind="a part of what a run holds is left out of its plan",
 )
-_PICTURES = "tests/test_plan_pictures.py"
+_PICTURES = "tests/plan/test_plan_pictures.py"
 _bug(
     "first_of_equal_peaks",
     "meshwright.plan.pictures.series",
@@ -4089,7 +4093,7 @@ _bug(
     f"{_PICTURES}::test_operators_are_of_the_phase_in_which_they_run[one]",
     kind="two phases are told as one",
 )
-_CALIBRATE = "tests/test_plan_calibrate.py"
+_CALIBRATE = "tests/plan/test_plan_calibrate.py"
 _bug(
     "hosts_issue_while_they_compute",
     "meshwright.plan.time",
@@ -4141,7 +4145,7 @@ _bug(
 
 # -- plans against published runs
 
-_SLOWEST = "tests/test_plan_time.py::test_many_devices_compute_as_the_slowest_of_them"
+_SLOWEST = "tests/plan/test_plan_time.py::test_many_devices_compute_as_the_slowest_of_them"
 _bug(
     "the_slowest_is_the_fastest",
     "meshwright.plan.device",
@@ -4163,7 +4167,7 @@ _bug(
     "meshwright.plan.touched",
     "size = found.get(block.number, 0) + tensor.numel()",
     "size = tensor.numel()",
-    "tests/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
+    "tests/plan/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
     kind="what is counted by name is counted once",
 )
 _bug(
@@ -4171,7 +4175,7 @@ _bug(
     "meshwright.plan.depth",
     "max(most, spare[self.check] + growth * beyond)",
     "spare[self.check] + growth * beyond",
-    "tests/test_plan.py::test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so[spare1-9]",
+    "tests/plan/test_plan.py::test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so[spare1-9]",
     kind="what varies by chance is taken to grow",
 )
 _bug(
@@ -4179,10 +4183,10 @@ _bug(
     "meshwright._compat.planning",
     "size = [offsets.shape[0], left.shape[0], right.shape[1]]",
     "size = [1, left.shape[0], right.shape[1]]",
-    "tests/test_plan.py::test_a_plan_is_what_real_ranks_do[fsdp2-2ranks-float32-qwen3_moe grouped]",
+    "tests/plan/test_plan.py::test_a_plan_is_what_real_ranks_do[fsdp2-2ranks-float32-qwen3_moe grouped]",
     kind="what an operator gives is told wrongly",
 )
-_SEARCH = "tests/test_plan_search.py"
+_SEARCH = "tests/plan/test_plan_search.py"
 _bug(
     "what_is_known_beforehand_is_learned_again",
     "meshwright.plan.search.estimate",
@@ -4228,7 +4232,7 @@ _bug(
     "meshwright.plan.search.candidates",
     'any(each == key or key.startswith(f"{each}.") for each in self.kept)',
     "any(each == key for each in self.kept if not each)",
-    "tests/test_plan_search.py::test_kept_settings_stay_and_others_are_searched",
+    "tests/plan/test_plan_search.py::test_kept_settings_stay_and_others_are_searched",
     kind="what the user has set is not kept",
 )
 _bug(
@@ -4236,7 +4240,7 @@ _bug(
     "meshwright.plan.search.recommend",
     '"M": 2**20',
     '"M": 10**6',
-    "tests/test_plan_search.py::test_tokens_are_counted_as_the_field_does",
+    "tests/plan/test_plan_search.py::test_tokens_are_counted_as_the_field_does",
     kind="a unit is another than is said",
 )
 _bug(
@@ -4244,7 +4248,7 @@ _bug(
     "meshwright.plan.beside.comparison",
     "    if config.objective is not None:\n",
     "    if False:\n",
-    "tests/test_plan_beside.py::test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective",
+    "tests/plan/test_plan_beside.py::test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective",
     kind="a run is refused for what it does not do",
 )
 _bug(
@@ -4252,7 +4256,7 @@ _bug(
     "meshwright.cli.plan",
     "if given is not None and value is None:",
     "if given is not None and value == '':",
-    "tests/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
+    "tests/plan/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
     kind="an option that has no effect is taken without a word",
 )
 _bug(
@@ -4260,7 +4264,7 @@ _bug(
     "meshwright._compat.model_types",
     '.partition("\\n__all__")[0]',
     "",
-    "tests/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
+    "tests/contract/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
     kind="a name that is no model type is taken for one",
 )
 _bug(
@@ -4268,7 +4272,7 @@ _bug(
     "meshwright._compat.model_types",
     "found = [] if loaded else _read()",
     "found = _read()",
-    "tests/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
+    "tests/contract/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
     kind="what a user has registered is refused",
 )
 _bug(
@@ -4276,11 +4280,11 @@ _bug(
     "meshwright.train.early",
     "seq_len=config.data.seq_len",
     "seq_len=1",
-    "tests/test_early_errors.py::test_all_commands_say_the_same_before_they_import_what_trains"
+    "tests/contract/test_early_errors.py::test_all_commands_say_the_same_before_they_import_what_trains"
     "[model.max_position_embeddings=8-the model holds 8 positions-without3]",
     kind="what is wrong is told late",
 )
-_PAIRS = "tests/test_compat.py::test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other"
+_PAIRS = "tests/contract/test_compat.py::test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other"
 _bug(
     "parts_as_if_they_began",
     "meshwright._compat.arithmetic",
@@ -4302,7 +4306,7 @@ _bug(
     "meshwright._compat.arithmetic",
     "is_causal or mask is not None or not names",
     "is_causal or not names",
-    "tests/test_plan.py::test_ranks_of_context_parallelism_attend_together_as_one_does_alone[allgather]",
+    "tests/plan/test_plan.py::test_ranks_of_context_parallelism_attend_together_as_one_does_alone[allgather]",
     kind="a part of an attention is planned to cost more than it does",
 )
 _SUMS = "plugins/pipeline/tests/test_pipeline_sums.py"
@@ -4353,7 +4357,7 @@ _bug(
     "meshwright.plan.depth",
     "if not are_alike(told, checked):",
     "if False:",
-    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    "tests/plan/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
     kind="what is extrapolated is not checked",
 )
 _bug(
@@ -4361,7 +4365,7 @@ _bug(
     "meshwright.plan.depth",
     "if made[PEAK] != max(made[PHASES].values()):",
     "if False:",
-    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    "tests/plan/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
     kind="what is extrapolated is not checked",
 )
 _bug(
@@ -4378,7 +4382,7 @@ _bug(
     "meshwright._compat.planning",
     "found += (type(value), value)",
     "found.append(value)",
-    "tests/test_compat.py::test_what_torch_has_found_out_about_an_operator_is_found_again",
+    "tests/contract/test_compat.py::test_what_torch_has_found_out_about_an_operator_is_found_again",
     kind="an operator is planned to give what another gives",
 )
 _bug(
@@ -4386,7 +4390,7 @@ _bug(
     "meshwright.plan.pictures.shown",
     "sorted({*stage_ranks(ranks[0], degrees), *ranks})",
     "ranks",
-    "tests/test_plan_pictures.py::test_the_plans_of_all_stages_are_drawn",
+    "tests/plan/test_plan_pictures.py::test_the_plans_of_all_stages_are_drawn",
     kind="a picture leaves out a part of what it is of",
 )
 
@@ -4397,7 +4401,7 @@ _bug(
     "meshwright.files.deprecation",
     'return package.partition("_")[0] in _OURS',
     "return package in _OURS",
-    "tests/test_deprecation.py::test_the_warning_names_the_users_line_through_our_modules_and_pydantic",
+    "tests/contract/test_deprecation.py::test_the_warning_names_the_users_line_through_our_modules_and_pydantic",
     kind="a warning names a line that the user cannot mend",
 )
 _bug(
@@ -4416,7 +4420,7 @@ _bug(
     "meshwright.launch.gloo_threads",
     "atexit.register(settle)",
     "settle()",
-    "tests/test_gloo_threads.py::test_a_process_ends_once_threads_of_gloo_have_let_go",
+    "tests/launch/test_gloo_threads.py::test_a_process_ends_once_threads_of_gloo_have_let_go",
     kind="a process ends before what runs in it has",
 )
 
@@ -4427,7 +4431,7 @@ _bug(
     "meshwright.train.loop",
     "            self.saving = {}\n",
     "",
-    "tests/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
+    "tests/train/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
     kind="what is reported is not what was done",
 )
 _bug(
@@ -4435,7 +4439,7 @@ _bug(
     "meshwright.train.journal",
     "return known if isinstance(known, str) and known else new_id()",
     "return new_id()",
-    "tests/test_observers.py::test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed",
+    "tests/train/test_observers.py::test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed",
     kind="a run that goes on is told as another",
 )
 _bug(
@@ -4443,7 +4447,7 @@ _bug(
     "meshwright.train.trackers",
     "            self._has_failed = True\n            warn(",
     "            raise\n            warn(",
-    "tests/test_observers.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on",
+    "tests/train/test_observers.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on",
     kind="what only watches ends what it watches",
 )
 _bug(
@@ -4451,7 +4455,7 @@ _bug(
     "meshwright.train.telling",
     "            _in_vain(lambda: hook.on_run_end(summary=summary))",
     "            hook.on_run_end(summary=summary)",
-    "tests/test_observers.py::test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run",
+    "tests/train/test_observers.py::test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run",
     kind="what only watches ends what it watches",
 )
 _bug(
@@ -4459,7 +4463,7 @@ _bug(
     "meshwright.train.stopwatch",
     "        self._spans = waiting\n",
     "",
-    "tests/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
+    "tests/train/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
     kind="what is reported is not what was done",
 )
 _bug(
@@ -4467,14 +4471,14 @@ _bug(
     "meshwright.tensors.accelerator",
     "found is not None and found.type == device.type",
     'device.type != "cpu"',
-    "tests/test_devices.py::test_only_an_accelerator_is_asked_for_times_and_memory[ipu:0]",
+    "tests/contract/test_devices.py::test_only_an_accelerator_is_asked_for_times_and_memory[ipu:0]",
     kind="what only watches ends what it watches",
 )
 
 # -- norms by block, and FLOPs
 
-_NORMS = "tests/test_gradient_norms.py::test_norms_by_block_are_those_of_one_process"
-_FLOPS = "tests/test_model_flops.py"
+_NORMS = "tests/optim/test_gradient_norms.py::test_norms_by_block_are_those_of_one_process"
+_FLOPS = "tests/plan/test_model_flops.py"
 _bug(
     "norms_of_blocks_over_local_parts",
     "meshwright.tensors.norms",
@@ -4567,7 +4571,7 @@ _bug(
     "meshwright.profile.activity",
     "without(computing, _covered(each for each in of_main if each.sends))",
     "computing",
-    "tests/test_profile.py::test_an_operator_that_waits_for_messages_computes_nothing_though_another_is_around_it",
+    "tests/diagnose/test_profile.py::test_an_operator_that_waits_for_messages_computes_nothing_though_another_is_around_it",
     kind="exposed communication is told as computing",
 )
 
@@ -4576,7 +4580,7 @@ _bug(
     "meshwright.profile.activity",
     "[each for each in spans if each.thread == main]",
     "list(spans)",
-    "tests/test_profile.py::test_on_a_cpu_exposed_is_what_gloo_takes_while_the_main_thread_runs_no_operator",
+    "tests/diagnose/test_profile.py::test_on_a_cpu_exposed_is_what_gloo_takes_while_the_main_thread_runs_no_operator",
     kind="exposed communication is told as computing",
 )
 
@@ -4585,7 +4589,7 @@ _bug(
     "meshwright.profile.activity",
     "_covered(each for each in on_device if not each.is_communication)",
     "_covered(on_device)",
-    "tests/test_profile.py::test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs",
+    "tests/diagnose/test_profile.py::test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs",
     kind="exposed communication is told as computing",
 )
 
@@ -4594,7 +4598,7 @@ _bug(
     "meshwright.launch.background",
     "with marked(WAIT):",
     "if True:",
-    "tests/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
+    "tests/diagnose/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
     kind="a wait for a late rank is not seen",
 )
 
@@ -4603,7 +4607,7 @@ _bug(
     "meshwright.profile.recording",
     "step = self._start + index + 1",
     "step = index + 1",
-    "tests/test_profile_runs.py::test_a_resumed_run_profiles_what_is_left_of_its_windows",
+    "tests/diagnose/test_profile_runs.py::test_a_resumed_run_profiles_what_is_left_of_its_windows",
     kind="a run that goes on counts its steps anew",
 )
 
@@ -4612,7 +4616,7 @@ _bug(
     "meshwright.train.profiling",
     "asked.takes(mesh.rank)",
     "True",
-    "tests/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
+    "tests/diagnose/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
     kind="an option is ignored",
 )
 
@@ -4621,11 +4625,11 @@ _bug(
     "meshwright.profile.compare",
     "getattr(table[name], attribute) / each.count",
     "getattr(table[name], attribute)",
-    "tests/test_profile.py::test_a_comparison_is_by_step_and_by_the_size_of_the_difference",
+    "tests/diagnose/test_profile.py::test_a_comparison_is_by_step_and_by_the_size_of_the_difference",
     kind="sums of windows of different lengths are compared",
 )
 
-_WATCH = "tests/test_watch.py"
+_WATCH = "tests/watch/test_watch.py"
 _bug(
     "a_spike_is_left_out_of_a_picture",
     "meshwright.watch.downsample",
@@ -4649,7 +4653,7 @@ _bug(
     "meshwright.watch.ranks",
     "        if part.is_new:\n            columns.clear()\n",
     "",
-    "tests/test_watch.py::test_a_rank_over_its_steps_goes_on_where_its_file_does",
+    "tests/watch/test_watch.py::test_a_rank_over_its_steps_goes_on_where_its_file_does",
     kind="what is reported is not what was done",
 )
 _bug(
@@ -4657,7 +4661,7 @@ _bug(
     "meshwright.watch.ranks",
     "self._whole is None or self._whole[0] != rank",
     "self._whole is None",
-    "tests/test_watch.py::test_a_rank_over_its_steps_goes_on_where_its_file_does",
+    "tests/watch/test_watch.py::test_a_rank_over_its_steps_goes_on_where_its_file_does",
     kind="what is reported is not what was done",
 )
 _bug(
@@ -4683,7 +4687,7 @@ _bug(
     "meshwright_pipeline.run.actions",
     "        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n        self._starts()\n",
     "        self._starts()\n        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n",
-    "tests/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
+    "tests/plan/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
     kind="what is reported is not what was done",
 )
 
@@ -4694,7 +4698,7 @@ _bug(
     "meshwright.guide.first_run.write",
     'file.open("w" if overwrite else "x"',
     'file.open("w" if file.exists() else "x"',
-    "tests/test_init.py::test_what_has_appeared_meanwhile_is_left_as_it_is",
+    "tests/cli/test_init.py::test_what_has_appeared_meanwhile_is_left_as_it_is",
     kind="a file of the user's is lost",
 )
 _bug(
@@ -4702,7 +4706,7 @@ _bug(
     "meshwright.guide.explain.holdings",
     "if others[axis].parameters != first.parameters)",
     "if True)",
-    "tests/test_explain.py::test_who_holds_what_and_what_is_sent_follow_the_layout[hsdp]",
+    "tests/cli/test_explain.py::test_who_holds_what_and_what_is_sent_follow_the_layout[hsdp]",
     kind="words that are true of another layout",
 )
 _bug(
@@ -4710,7 +4714,7 @@ _bug(
     "meshwright.guide.doctor.together",
     "if abs(offset) > SKEW_S + trip:",
     "if offset > SKEW_S + trip:",
-    "tests/test_doctor.py::test_nodes_compare_their_clocks_and_what_they_see_of_a_directory[-5.0-warning]",
+    "tests/cli/test_doctor.py::test_nodes_compare_their_clocks_and_what_they_see_of_a_directory[-5.0-warning]",
     kind="what is off in one direction is not seen",
 )
 _bug(
@@ -4718,7 +4722,7 @@ _bug(
     "meshwright.guide.doctor.finding",
     'if each.state == "wrong")',
     'if each.state == "failed")',
-    "tests/test_doctor.py::test_the_exit_code_is_that_of_what_is_wrong",
+    "tests/cli/test_doctor.py::test_the_exit_code_is_that_of_what_is_wrong",
     kind="a failure that a script cannot see",
 )
 
@@ -4727,7 +4731,7 @@ _bug(
     "meshwright.launch.error_text",
     "known = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)",
     "known = type(error)",
-    "tests/test_site.py::test_an_error_of_a_class_of_one_room_leads_to_the_class_that_it_derives_from",
+    "tests/docs/test_site.py::test_an_error_of_a_class_of_one_room_leads_to_the_class_that_it_derives_from",
     kind="a message that leads nowhere",
 )
 
@@ -4736,7 +4740,7 @@ _bug(
     "meshwright.launch.rank",
     "_render(error, said(error), with_traceback=show_traceback)",
     'f"error: {error}\\n"',
-    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
+    "tests/launch/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
     kind="a message that leads nowhere",
 )
 
@@ -4745,7 +4749,7 @@ _bug(
     "meshwright.events.step",
     "(self.seconds * self.peak_flops * self.world_size)",
     "(self.seconds * self.peak_flops)",
-    "tests/test_observers.py::test_utilization_is_the_models_work_of_what_all_devices_could_do",
+    "tests/train/test_observers.py::test_utilization_is_the_models_work_of_what_all_devices_could_do",
     kind="what is reported is not what was done",
 )
 _bug(
@@ -4753,7 +4757,7 @@ _bug(
     "meshwright.events.step",
     "return self.tokens_per_second / self.world_size",
     "return self.tokens_per_second",
-    "tests/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
+    "tests/train/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
     kind="what is reported is not what was done",
 )
 
@@ -4764,7 +4768,7 @@ _bug(
     "meshwright.plan.fleet.simulation",
     "written = saves - ((saves > 0) & (since < rhythm.write))",
     "written = saves",
-    "tests/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[as it is]",
+    "tests/plan/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[as it is]",
     kind="what is reported is not what was done",
 )
 _bug(
@@ -4772,7 +4776,7 @@ _bug(
     "meshwright.plan.fleet.simulation",
     "(second < 2 * self.lost_nodes / self.others)",
     "(second < 0 * self.lost_nodes / self.others)",
-    "tests/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[copied on two nodes, down for long]",
+    "tests/plan/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[copied on two nodes, down for long]",
     kind="a case that seldom occurs is left out",
 )
 _bug(
@@ -4780,13 +4784,13 @@ _bug(
     "meshwright.plan.fleet.costs",
     "hold, write = whole / world / asked.copy_bandwidth, on_disk(whole / world)",
     "hold, write = own / asked.copy_bandwidth, on_disk(own)",
-    "tests/test_fleet_plan.py::test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need",
+    "tests/plan/test_fleet_plan.py::test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need",
     kind="a part for the whole, or the whole for a part",
 )
 
 # -- the watchdog
 
-_WATCHDOG = "tests/test_watchdog.py"
+_WATCHDOG = "tests/launch/test_watchdog.py"
 _bug(
     "one_that_moves_is_enough",
     "meshwright.launch.hang",
@@ -4816,7 +4820,7 @@ _bug(
     "meshwright.launch.companion",
     "silent_s = 0.0 if has_come else silent_s",
     "silent_s = 0.0 if True else silent_s",
-    "tests/test_companion.py::test_who_is_stopped_is_ended_when_its_patience_is_over_and_who_tells_is_not",
+    "tests/launch/test_companion.py::test_who_is_stopped_is_ended_when_its_patience_is_over_and_who_tells_is_not",
     kind="a process that nobody ends",
 )
 _bug(
@@ -4832,7 +4836,7 @@ _bug(
     "meshwright.launch.companion",
     "while os.getppid() == rank:",
     "while True:",
-    "tests/test_companion.py::test_a_companion_ends_with_its_rank_however_that_ends[its worker lives on and has all it "
+    "tests/launch/test_companion.py::test_a_companion_ends_with_its_rank_however_that_ends[its worker lives on and has all it "
     "had open]",
     kind="a process that nobody ends",
 )
@@ -4841,13 +4845,13 @@ _bug(
     "meshwright.launch.companion",
     "min(elapsed_s, 2 * interval_s)",
     "elapsed_s",
-    "tests/test_companion.py::test_what_stops_both_is_borne_for_as_long_as_it_takes",
+    "tests/launch/test_companion.py::test_what_stops_both_is_borne_for_as_long_as_it_takes",
     kind="an alarm in a run that moves",
 )
 
 # -- runs that break
 
-_BAD, _VERIFY = "tests/test_bad_steps.py", "tests/test_verify.py"
+_BAD, _VERIFY = "tests/train/test_bad_steps.py", "tests/checkpoint/test_verify.py"
 _bug(
     "only_the_first_element_is_looked_at",
     "meshwright.tensors.fingerprint",
@@ -4861,7 +4865,7 @@ _bug(
     "meshwright.train.restarts",
     "0 if has_trained else min(self._fewer + 1, len(self._counts) - 1)",
     "0 if has_trained else self._fewer",
-    "tests/test_restarts.py::test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps",
+    "tests/launch/test_restarts.py::test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps",
     kind="a failure that comes again",
 )
 _bug(
@@ -4869,7 +4873,7 @@ _bug(
     "meshwright.train.loop",
     "return bool(self.world.reduce_ints([seconds > signals.left_s])[0])",
     "return False",
-    "tests/test_stopping.py::test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank",
+    "tests/train/test_stopping.py::test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank",
     kind="a signal that is not heeded",
 )
 _bug(
@@ -4917,10 +4921,10 @@ _bug(
     "meshwright.train.loop",
     "            if self.verifier is not None:\n                self.verifier.verify(step)\n            return self.extra(step)",
     "            return self.extra(step)",
-    "tests/test_memory_keeper.py::test_what_a_bit_has_changed_is_not_copied[every=1]",
+    "tests/replicate/test_memory_keeper.py::test_what_a_bit_has_changed_is_not_copied[every=1]",
     kind="a corrupted state is saved",
 )
-_WORLDS = "tests/test_same_world.py"
+_WORLDS = "tests/launch/test_same_world.py"
 _bug(
     "who_begins_anew_meets_the_dead",
     "meshwright.launch.rank",
@@ -4934,7 +4938,7 @@ _bug(
     "meshwright.launch.store",
     "f\"world/{store.add(f'worlds/{size}/{rank}', 1)}/{size}\"",
     '"world"',
-    "tests/test_mesh.py::test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected[store]",
+    "tests/contract/test_mesh.py::test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected[store]",
     kind="what another run or world has left is taken for one's own",
 )
 _bug(
@@ -4942,7 +4946,7 @@ _bug(
     "meshwright.launch.store",
     '    store.wait(["all_connected"])',
     "    return",
-    "tests/test_mesh.py::test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected[store]",
+    "tests/contract/test_mesh.py::test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected[store]",
     kind="a rank leaves while others need it",
 )
 _bug(
@@ -4966,7 +4970,7 @@ _bug(
     "meshwright.checkpoint.remote",
     '    if not isinstance(context.get("exception"), OSError):',
     "    if loop is not None:",
-    "tests/test_remote_checkpoints.py::"
+    "tests/checkpoint/test_remote_checkpoints.py::"
     "test_what_a_broken_connection_leaves_behind_is_no_traceback_and_what_else_fails_is",
     kind="a traceback from the depths of a library",
 )
@@ -4975,7 +4979,7 @@ _bug(
     "meshwright.plan.fleet.advice",
     "config.watchdog_s or ASSUMED_DETECTION_S",
     "ASSUMED_DETECTION_S",
-    "tests/test_fleet_plan.py::test_a_failure_is_noticed_as_soon_as_the_watchdog_says[asked1-more1-120]",
+    "tests/plan/test_fleet_plan.py::test_a_failure_is_noticed_as_soon_as_the_watchdog_says[asked1-more1-120]",
     kind="an option that is read and does nothing",
 )
 _bug(
@@ -4983,7 +4987,7 @@ _bug(
     "meshwright.plan.fleet.advice",
     "send_s = max(send_s, found.rank_bytes / asked.bytes_per_s)",
     "pass",
-    "tests/test_fleet_plan.py::test_a_run_that_copies_is_taken_as_it_copies",
+    "tests/plan/test_fleet_plan.py::test_a_run_that_copies_is_taken_as_it_copies",
     kind="an option that is read and does nothing",
 )
 _bug(
@@ -4999,13 +5003,13 @@ _bug(
     "meshwright.train.restarts",
     "if code != FAILED or not limit:",
     "if code == 0 or not limit:",
-    "tests/test_restarts.py::test_a_run_is_begun_anew_until_it_has_been_so_often",
+    "tests/launch/test_restarts.py::test_a_run_is_begun_anew_until_it_has_been_so_often",
     kind="a failure that comes again",
 )
 
 # -- copies in memory
 
-_KEEPER = "tests/test_memory_keeper.py"
+_KEEPER = "tests/replicate/test_memory_keeper.py"
 _bug(
     "a_step_is_let_go_before_the_next_is_sealed",
     "meshwright.memory.keeper",
@@ -5043,13 +5047,13 @@ _bug(
     "meshwright.memory.room",
     'os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)',
     'os.open(f"/dev/shm/meshwright-copy-{os.getpid()}-{os.urandom(4).hex()}", os.O_CREAT | os.O_RDWR)',
-    "tests/test_memory_copies.py::test_ranks_that_are_killed_go_on_from_the_step_before[fsdp2-1]",
+    "tests/replicate/test_memory_copies.py::test_ranks_that_are_killed_go_on_from_the_step_before[fsdp2-1]",
     kind="memory that outlives those who use it",
 )
 
 # -- runs that went back, and places that others have
 
-_REPLAY = "tests/test_replay.py"
+_REPLAY = "tests/diagnose/test_replay.py"
 _bug(
     "what_was_left_out_is_drawn_again",
     "meshwright.replay.rank",
@@ -5071,7 +5075,7 @@ _bug(
     "meshwright.train.fate",
     "if is_elsewhere(config) and (there := all_in(saved_by(config))):",
     "if is_elsewhere(config) and held and (there := all_in(saved_by(config))):",
-    "tests/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
+    "tests/checkpoint/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
     kind="what is there is overwritten unasked",
 )
 _bug(
@@ -5079,7 +5083,7 @@ _bug(
     "meshwright.train.fate",
     "isinstance(whose, str) and Path(whose).resolve() != Path(config.output_dir).resolve()",
     "whose is None",
-    "tests/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
+    "tests/checkpoint/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
     kind="who may remove is not asked whose it is",
 )
 _bug(
@@ -5087,7 +5091,7 @@ _bug(
     "meshwright.train.saved",
     "number = 0 if key is None else key.fingerprint",
     "number = 0 if key is None else 1",
-    "tests/test_checkpoint_verify.py::test_ranks_with_different_keys_are_refused_on_all[files2-holds another key on some nodes than on others. Give all of them the same file]",
+    "tests/checkpoint/test_checkpoint_verify.py::test_ranks_with_different_keys_are_refused_on_all[files2-holds another key on some nodes than on others. Give all of them the same file]",
     kind="ranks that differ are not asked whether they do",
 )
 _bug(
@@ -5095,7 +5099,7 @@ _bug(
     "meshwright.launch.rank",
     "is_lost = started_elsewhere() and not failure.timed_out",
     "is_lost = started_elsewhere() and failure.timed_out",
-    "tests/test_same_world.py::test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it",
+    "tests/launch/test_same_world.py::test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it",
     kind="a wait for what cannot come",
 )
 _bug(
@@ -5103,7 +5107,7 @@ _bug(
     "meshwright.launch.environment",
     'return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None',
     "return None",
-    "tests/test_same_world.py::test_a_node_that_is_cut_off_from_the_store_ends_by_itself",
+    "tests/launch/test_same_world.py::test_a_node_that_is_cut_off_from_the_store_ends_by_itself",
     kind="a test whose nodes share what real ones do not",
 )
 
@@ -5385,7 +5389,7 @@ _bug(
     "meshwright.base.validation",
     "    return {**given, **values}\n",
     "    return {**values}\n",
-    "tests/test_call_forms.py::test_configs_take_their_options_by_position_in_the_references_order[DDPConfig-DDPConfig]",
+    "tests/step/test_call_forms.py::test_configs_take_their_options_by_position_in_the_references_order[DDPConfig-DDPConfig]",
     kind="arguments of another form are taken, and not used",
 )
 _bug(
@@ -5393,7 +5397,7 @@ _bug(
     "meshwright.train.from_pretrained",
     "            if size not in (None, known[name]):\n",
     "            if size is not None and size < 0:\n",
-    "tests/test_call_forms.py::test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks[size-MeshError]",
+    "tests/step/test_call_forms.py::test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks[size-MeshError]",
     kind="of two values that contradict each other one is dropped",
 )
 _bug(
@@ -5401,7 +5405,7 @@ _bug(
     "meshwright.strategy.registry",
     "-e '.[{INSTALLABLE[name]}]'\"\n",
     '-e ."\n',
-    "tests/test_packages.py::test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name[fsdp2]",
+    "tests/contract/test_packages.py::test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name[fsdp2]",
     kind="a remedy that changes nothing",
 )
 _bug(
@@ -5409,7 +5413,7 @@ _bug(
     "meshwright.data.reading.sources",
     "    return os.path.join(glob.escape(place), *parts)\n",
     "    return os.path.join(place, *parts)\n",
-    "tests/test_data.py::test_what_exists_by_its_name_is_no_pattern[file]",
+    "tests/data/test_data.py::test_what_exists_by_its_name_is_no_pattern[file]",
     kind="a name is taken for a pattern",
 )
 _bug(
@@ -5417,7 +5421,7 @@ _bug(
     "meshwright.model.size",
     "        if parameter.requires_grad and parameter.numel() == 0:\n",
     "        if parameter.requires_grad and parameter.numel() < 0:\n",
-    "tests/test_empty_parameters.py::test_a_run_file_is_refused_before_ranks_start",
+    "tests/tensors/test_empty_parameters.py::test_a_run_file_is_refused_before_ranks_start",
     kind="an input that nobody has is refused by a library, in its own words",
 )
 _bug(
@@ -5425,7 +5429,7 @@ _bug(
     "meshwright.data.tokenizer",
     'if not isinstance(error, Exception) and type(error).__name__ != "PanicException":',
     "if not isinstance(error, Exception):",
-    "tests/test_data.py::test_broken_tokenizer_file_is_a_data_error[content1]",
+    "tests/data/test_data.py::test_broken_tokenizer_file_is_a_data_error[content1]",
     kind="a library ends in an error that is no Exception",
 )
 _security(

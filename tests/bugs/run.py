@@ -35,7 +35,6 @@ from typing import Any
 from catalogue import BUGS, Bug
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import tiers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -145,7 +145,7 @@ def test_losses_are_those_of_workers_of_ray_train(expected: Found, tmp_path: Pat
 
 @needs_open_mpi
 def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path: Path) -> None:
-    from test_cli import write_run
+    from support.commands import write_run
 
     run_file = str(write_run(tmp_path))
     found = []

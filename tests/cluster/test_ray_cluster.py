@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from kill_sweep import Run, fingerprint, finish, make_run
-from test_cli import LAUNCHER_VARIABLES, command
+from support.commands import LAUNCHER_VARIABLES, command
 
 pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
 

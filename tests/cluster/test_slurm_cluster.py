@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from kill_sweep import Run, fingerprint, finish, make_run
-from test_cli import LAUNCHER_VARIABLES
+from support.commands import LAUNCHER_VARIABLES
 
 from cluster.slurm import Cluster, missing
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 import yaml
 from security.small_run import write_small_run
+from support.watched import make_ranks, make_run, make_timeline
 from test_checkpoint_formats import _reseal
 from test_fuzz import bounded
 from typer.testing import CliRunner
-from watched import make_ranks, make_run, make_timeline
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import MANIFEST

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from watched import make_ranks, make_run, make_timeline, write_lines
+from support.watched import make_ranks, make_run, make_timeline, write_lines
 
 from meshwright.watch import server
 from meshwright.watch.run import watched

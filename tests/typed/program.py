@@ -1,4 +1,4 @@
-"""What a user writes over the public names, for type checkers alone: `tests/test_typed.py` has them read it."""
+"""What a user writes over the public names, for type checkers alone: `tests/contract/test_typed.py` has them read it."""
 
 from __future__ import annotations
 

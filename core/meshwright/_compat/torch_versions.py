@@ -1,7 +1,7 @@
 """Names that differ between the versions of torch that are supported, oldest first: 2.11 to 2.15.
 
 Each function below calls the current name where the installed torch has it, and its predecessor otherwise. `SHIMS`
-lists what torch 2.13 needs no longer. Once `pyproject.toml` asks for that version, `tests/test_compat.py` fails until
+lists what torch 2.13 needs no longer. Once `pyproject.toml` asks for that version, `tests/contract/test_compat.py` fails until
 the shims are deleted.
 """
 

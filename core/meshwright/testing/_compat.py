@@ -1,6 +1,6 @@
 """The only place in the testing kit that touches private or version-dependent names of torch.
 
-tests/test_compat.py holds a canary for each.
+tests/contract/test_compat.py holds a canary for each.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from read_back import (
     wandb_summary,
     without_trackers_of_the_environment,
 )
-from test_cli import LAUNCHER_VARIABLES, write_run
+from support.commands import LAUNCHER_VARIABLES, write_run
 
 for library in ("tensorboard", "wandb", "mlflow", "sqlalchemy", "alembic", "trackio"):
     pytest.importorskip(library)

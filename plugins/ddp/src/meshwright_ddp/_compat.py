@@ -1,6 +1,6 @@
 """Names of torch that differ between its supported versions, or are private, each with the reason.
 
-`tests/test_compat.py` holds a canary for each.
+`tests/contract/test_compat.py` holds a canary for each.
 """
 
 from __future__ import annotations

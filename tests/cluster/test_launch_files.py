@@ -1,0 +1,509 @@
+"""Files of `meshwright launch`: what they say, by the schemas of those that read them, and what is refused before."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from meshwright.base.errors import ConfigError, MeshwrightError
+from meshwright.cli.main import app
+from meshwright.clusters.files import files_of, submission
+from meshwright.clusters.job import TARGETS, Job, Target, plan_job
+from meshwright.train.run_file import RunConfig
+
+DATA = Path(__file__).parents[1] / "data"
+VALUES: dict[str, Any] = {
+    "strategy": "fsdp2",
+    "model": {"model_type": "llama", "hidden_size": 16},
+    "data": {"seq_len": 16, "vocab_size": 300},
+    "steps": 100,
+    "batch_size": 64,
+    "checkpoint": {"every": 10},
+    "output_dir": "/shared/runs/a run",
+}
+LAUNCH: dict[str, Any] = {
+    "nodes": 2,
+    "gpus_per_node": 8,
+    "cpus_per_rank": 4,
+    "memory_per_node": "512G",
+    "time_limit": "12h",
+    "env": {"NCCL_DEBUG": "it's a $HOME"},
+    "setup": ["module load cuda"],
+    "slurm": {"partition": "gpu", "account": "a b", "options": ["--exclusive"]},
+    "kubernetes": {
+        "image": "registry/image:1",
+        "claim": "shared",
+        "mount": "/shared",
+        "namespace": "team",
+        "queue": "batch",
+        "node_selector": {"pool": "gpu"},
+        "service_account": "trainer",
+    },
+    "skypilot": {"accelerators": "H100", "infra": "aws/us-east-1", "mounts": {"/shared": "s3://bucket"}},
+}
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """With changes of nested values by "key.of.value"."""
+    copy: dict[str, Any] = json.loads(json.dumps(values))
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        place = copy
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if value is ...:
+            place.pop(last)
+        else:
+            place[last] = value
+    return copy
+
+
+def _job(to: Target, **changes: Any) -> Job:
+    values = _merged({**VALUES, "launch": LAUNCH}, {key.replace("__", "."): value for key, value in changes.items()})
+    return plan_job(values, RunConfig.model_validate(values), to, Path("/shared/jobs/one job"))
+
+
+def _texts(to: Target, **changes: Any) -> dict[str, str]:
+    return files_of(_job(to, **changes), to)
+
+
+# -- Slurm
+
+
+def _options(script: str) -> dict[str, str]:
+    """As sbatch reads them."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    (words,) = {tuple(shlex.split(line))[1:] for line in lines}
+    assert words == ()
+    return dict(shlex.split(line)[0].partition("=")[::2] for line in lines)
+
+
+def test_a_batch_script_asks_for_a_task_for_each_rank_and_is_told_of_the_end_before() -> None:
+    script = _texts("slurm")["job.sbatch"]
+    options = _options(script)
+    assert (options["--nodes"], options["--ntasks-per-node"]) == ("2", "8")
+    assert (options["--gpus-per-node"], options["--cpus-per-task"], options["--mem"]) == ("8", "4", "512G")
+    assert (options["--time"], options["--partition"], options["--account"]) == ("720", "gpu", "a b")
+    assert (options["--signal"], options["--open-mode"]) == ("TERM@120", "append")
+    assert {"--requeue", "--exclusive"} <= options.keys()
+    assert options["--output"] == "/shared/jobs/one job/%x-%j.log"
+    assert options["--chdir"] == os.getcwd()
+
+
+def test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given(tmp_path: Path) -> None:
+    script = _texts("slurm", launch__setup=["true"])["job.sbatch"]
+    srun = 'env > "$OUT/env"\nprintf "%s\\n" "$1" "$2" > "$OUT/options"\nshift 2\nexec "$@"\n'
+    # A rank that has not yet begun to heed signals.
+    rank = 'kill -TERM $$\nprintf "%s\\n" "$@" > "$OUT/args"\nexit "$CODE"\n'
+    for name, text in {"srun": srun, "python": rank}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$OUT/queued"\n')
+    for name in ("srun", "scontrol", "python"):
+        (tmp_path / name).chmod(0o755)
+    for code in (0, 1, 143):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path), "SLURM_JOB_ID": "7"}
+        environment["CODE"] = str(code)
+        done = subprocess.run(["bash", "-c", script], env=environment, check=False)
+        assert done.returncode == code
+        assert (tmp_path / "queued").exists() == (code == 143)
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    arguments = (tmp_path / "args").read_text().splitlines()
+    assert arguments == ["-m", "meshwright", "train", "/shared/jobs/one job/run.yaml"]
+    assert (tmp_path / "options").read_text().split() == ["--kill-on-bad-exit=1", "--cpus-per-task=4"]
+    told = (tmp_path / "env").read_text().splitlines()
+    assert "NCCL_DEBUG=it's a $HOME" in told
+    assert "OMP_NUM_THREADS=4" in told
+
+
+# -- Kubernetes
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / "kubernetes-schemas.json").read_text())
+    return found
+
+
+def _defects(manifest: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
+    root = {"$ref": f"#/$defs/{schemas['kinds'][manifest['kind']]}", "$defs": schemas["$defs"]}
+    return [error.message for error in jsonschema.Draft202012Validator(root).iter_errors(manifest)]
+
+
+KINDS = ("JobSet", "TrainJob", "PyTorchJob")
+
+
+def _manifests(kind: str, **changes: Any) -> list[dict[str, Any]]:
+    text = _texts("kubernetes", launch__kubernetes__kind=kind, **changes)["job.yaml"]
+    return list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_manifests_are_as_their_schemas_have_them(kind: str, nodes: int, schemas: dict[str, Any]) -> None:
+    settings, job = _manifests(kind, launch__nodes=nodes)
+    assert _defects(settings, schemas) == _defects(job, schemas) == []
+    run = RunConfig.model_validate(yaml.safe_load(settings["data"]["run.yaml"]))
+    assert (run.output_dir, run.launch) == ("/shared/runs/a run", None)
+
+
+PLANTED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "an unknown field": ("JobSet", lambda job: job["spec"].update(replicatedJob=[])),
+    "text for a number": ("JobSet", lambda job: _pod(job).update(terminationGracePeriodSeconds="150")),
+    "no image list": ("JobSet", lambda job: _pod(job).update(containers={})),
+    "a variable that is no text": ("JobSet", lambda job: _container(job)["env"].append({"name": "A", "value": 1})),
+    "a mount without a place": ("PyTorchJob", lambda job: _container(job)["volumeMounts"].append({"name": "a"})),
+    "a policy in the wrong place": ("PyTorchJob", lambda job: job["spec"].update(backoffLimit=3)),
+    "an older TrainJob": ("TrainJob", lambda job: job["spec"].update(podTemplateOverrides=[])),
+    "no runtime": ("TrainJob", lambda job: job["spec"].pop("runtimeRef")),
+    "a rule without a name": ("JobSet", lambda job: job["spec"]["failurePolicy"]["rules"][0].pop("name")),
+}
+
+
+def _pod(job: dict[str, Any]) -> dict[str, Any]:
+    spec = job["spec"]
+    if job["kind"] == "JobSet":
+        return spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    if job["kind"] == "TrainJob":
+        patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+        return patch["template"]["spec"]["template"]["spec"]
+    return spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+
+
+def _container(job: dict[str, Any]) -> dict[str, Any]:
+    return _pod(job)["containers"][0]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_manifest_is_found(planted: str, schemas: dict[str, Any]) -> None:
+    kind, spoil = PLANTED[planted]
+    _, job = _manifests(kind)
+    spoil(job)
+    assert _defects(job, schemas)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_have_storage_and_more_time_than_torchrun_gives_the_ranks(kind: str) -> None:
+    settings, job = _manifests(kind, launch__grace_s=200)
+    pod, trainer = _pod(job), job["spec"].get("trainer") or _container(job)
+    command = trainer["command"]
+    assert command[:2] == ["bash", "-c"]
+    assert command[2] == 'module load cuda\nexec "$$@"'
+    assert "--shutdown-timeout=200" in command
+    assert pod["terminationGracePeriodSeconds"] > 200
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {each["mountPath"]: volumes[each["name"]] for each in _container(job)["volumeMounts"]}
+    assert mounts["/shared"]["persistentVolumeClaim"] == {"claimName": "shared"}
+    assert mounts["/etc/meshwright"]["configMap"] == {"name": settings["metadata"]["name"]}
+    assert command[-1] == "/etc/meshwright/run.yaml"
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "batch"}
+    assert {each["name"]: each.get("value") for each in trainer["env"]}["NCCL_DEBUG"] == "it's a $$HOME"
+    resources = trainer.get("resources") or trainer["resourcesPerNode"]
+    assert resources["limits"] == {"memory": "512Gi", "nvidia.com/gpu": "8"}
+
+
+def test_each_kind_says_how_many_machines_and_ranks_there_are_and_who_is_first() -> None:
+    job_set = _manifests("JobSet", launch__name="one")[1]["spec"]
+    job = job_set["replicatedJobs"][0]["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (2, 2, "Indexed")
+    command = job["template"]["spec"]["containers"][0]["command"]
+    assert {"--nnodes=2", "--nproc-per-node=8", "--node-rank=$(NODE_RANK)"} <= set(command)
+    assert "--master-addr=one-ranks-0-0.one" in command
+    assert job_set["network"]["subdomain"] == "one"
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert job_set["failurePolicy"]["maxRestarts"] == 10
+    trainer = _manifests("TrainJob")[1]["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert not [word for word in trainer["command"] if word.startswith("--n")]
+    replicas = _manifests("PyTorchJob")[1]["spec"]["pytorchReplicaSpecs"]
+    assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
+
+
+# -- SkyPilot and Ray
+
+
+def _sky_defects(task: dict[str, Any]) -> list[str]:
+    schemas = json.loads((DATA / "skypilot-schemas.json").read_text())
+    pairs = ((schemas["task"], task), (schemas["resources"], task.get("resources", {})))
+    return [e.message for schema, value in pairs for e in jsonschema.Draft202012Validator(schema).iter_errors(value)]
+
+
+def test_a_task_of_skypilot_is_as_its_schema_has_it() -> None:
+    task = yaml.safe_load(_texts("skypilot")["job.yaml"])
+    assert _sky_defects(task) == []
+    assert task["resources"]["accelerators"] == "H100:8"
+    assert task["resources"]["use_spot"] is True
+    assert task["file_mounts"]["/shared"] == {"source": "s3://bucket", "mode": "MOUNT"}
+    for spoilt in ({**task, "nodes": 2}, {**task, "num_nodes": "2"}, {**task, "resources": {"gpus": 8}}):
+        assert _sky_defects(spoilt)
+
+
+def test_the_shell_of_skypilot_gets_the_ranks_of_its_machine(tmp_path: Path) -> None:
+    task = yaml.safe_load(_texts("skypilot", launch__setup=["true"])["job.yaml"])
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$OUT"\n')
+    (tmp_path / "python").chmod(0o755)
+    told = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "HOME": "/home/a b"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"), **told}
+    subprocess.run(["bash", "-c", task["run"]], env=environment, check=True)
+    arguments = (tmp_path / "out").read_text().splitlines()
+    assert {"--nnodes=2", "--nproc-per-node=8", "--node-rank=1", "--master-addr=10.0.0.1"} <= set(arguments)
+    assert arguments[-1] == "/home/a b/.meshwright/run.yaml"
+
+
+def test_the_driver_of_ray_asks_for_a_worker_for_each_rank() -> None:
+    files = _texts("ray")
+    tree = ast.parse(files["job.py"])
+    calls = {node.func.id: node for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")}
+    given = {each.arg: ast.literal_eval(each.value) for each in calls["ScalingConfig"].keywords}
+    assert given == {"num_workers": 16, "use_gpu": True, "resources_per_worker": {"CPU": 4}}
+    (failures,) = calls["FailureConfig"].keywords
+    assert ast.literal_eval(failures.value) == 10
+    assert "launch" not in yaml.safe_load(files["run.yaml"])
+
+
+# -- each option
+
+
+OPTIONS: list[tuple[Target, str, Any, str]] = [
+    ("slurm", "name", "other", "--job-name=other\n"),
+    ("slurm", "nodes", 4, "--nodes=4\n"),
+    ("slurm", "gpus_per_node", 4, "--gpus-per-node=4\n"),
+    ("slurm", "cpus_per_rank", 3, "--cpus-per-task=3\n"),
+    ("slurm", "memory_per_node", "3T", "--mem=3T\n"),
+    ("slurm", "time_limit", "2d", "--time=2880\n"),
+    ("slurm", "grace_s", 77, "--signal=TERM@77\n"),
+    ("slurm", "python", "/opt/a b/python", "'/opt/a b/python' -m meshwright"),
+    ("slurm", "setup", ["source env"], "\nsource env\n"),
+    ("slurm", "env", {"A": "b c"}, "export A='b c'\n"),
+    ("slurm", "slurm.partition", "big", "--partition=big\n"),
+    ("slurm", "slurm.account", "me", "--account=me\n"),
+    ("slurm", "slurm.qos", "high", "--qos=high\n"),
+    ("slurm", "slurm.constraint", "a|b", "--constraint='a|b'\n"),
+    ("slurm", "slurm.options", ["--mail-type=END"], "#SBATCH --mail-type=END\n"),
+    ("kubernetes", "max_restarts", 3, "maxRestarts: 3\n"),
+    ("kubernetes", "kubernetes.kind", "TrainJob", "kind: TrainJob\n"),
+    ("kubernetes", "kubernetes.namespace", "other", "namespace: other\n"),
+    ("kubernetes", "kubernetes.image", "other:2", "image: other:2\n"),
+    ("kubernetes", "kubernetes.claim", "other", "claimName: other\n"),
+    ("kubernetes", "kubernetes.mount", "/shared/runs", "mountPath: /shared/runs\n"),
+    ("kubernetes", "kubernetes.queue", "other", "queue-name: other\n"),
+    ("kubernetes", "kubernetes.gpu_resource", "amd.com/gpu", "amd.com/gpu: '8'\n"),
+    ("kubernetes", "kubernetes.node_selector", {"zone": "b"}, "zone: b\n"),
+    ("kubernetes", "kubernetes.service_account", "other", "serviceAccountName: other\n"),
+    ("skypilot", "skypilot.accelerators", "A100", "accelerators: A100:8\n"),
+    ("skypilot", "skypilot.infra", "gcp", "infra: gcp\n"),
+    ("skypilot", "skypilot.image", "docker:a", "image_id: docker:a\n"),
+    ("skypilot", "skypilot.use_spot", False, "use_spot: false\n"),
+    ("skypilot", "skypilot.mounts", {"/shared/runs": "gs://b"}, "source: gs://b\n"),
+    ("skypilot", "skypilot.workdir", "code", "workdir: code\n"),
+]
+
+
+@pytest.mark.parametrize(("to", "key", "value", "told"), OPTIONS, ids=[key for _, key, _, _ in OPTIONS])
+def test_a_job_heeds_the_option(to: Target, key: str, value: Any, told: str) -> None:
+    changes = {f"launch__{key.replace('.', '__')}": value}
+    assert told in "".join(_texts(to, **changes).values())
+    assert told not in "".join(_texts(to).values())
+
+
+def test_a_job_heeds_ranks_per_node_runtime_and_address() -> None:
+    on_cpu = {"device": "cpu", "launch__gpus_per_node": 0}
+    assert "--ntasks-per-node=4\n" in _texts("slurm", launch__ranks_per_node=4, **on_cpu)["job.sbatch"]
+    train_job = _manifests("TrainJob", launch__kubernetes__runtime="other")[1]
+    assert train_job["spec"]["runtimeRef"] == {"name": "other"}
+    command = submission(_job("ray", launch__ray={"address": "http://head:8265"}), "ray")
+    assert command[:5] == ["ray", "job", "submit", "--address", "http://head:8265"]
+
+
+# -- what is refused
+
+
+REFUSED: dict[str, tuple[Target, dict[str, Any], str]] = {
+    "ranks that sizes do not fill": ("slurm", {"tp_size": 3}, "does not divide the world size 16"),
+    "a batch that ranks do not divide": ("slurm", {"batch_size": 10}, "batch_size=10"),
+    "an axis that nobody shards": ("slurm", {"strategy": "ddp", "ep_size": 2}, "ep"),
+    "an unknown strategy": ("ray", {"strategy": "fsdp3"}, "not installed"),
+    "no number of ranks": ("slurm", {"launch.gpus_per_node": ...}, "how many ranks a machine is to have"),
+    "GPUs for the CPU": ("slurm", {"device": "cpu"}, "device=cpu"),
+    "ranks that share GPUs": ("slurm", {"launch.ranks_per_node": 4}, "each rank has one GPU"),
+    "no checkpoints": ("slurm", {"checkpoint": {}}, "would begin at step 0"),
+    "a run that begins anew": ("slurm", {"resume": "never"}, "resume=never would remove"),
+    "a signal that is not heard": ("slurm", {"checkpoint.on_signal": {"signals": ["SIGUSR1"]}}, "by SIGTERM"),
+    "a code that says nothing": ("slurm", {"checkpoint.on_signal": {"exit_code": 0}}, "whether to queue again"),
+    "only signals, where there are none": (
+        *("skypilot", {"checkpoint": {"on_signal": {}}}),
+        "takes machines away without one",
+    ),
+    "a code of ranks that are killed": ("slurm", {"checkpoint.on_signal": {"exit_code": 137}}, "or been killed"),
+    "a job that is over as it begins": ("slurm", {"launch.time_limit": "3m"}, "is over as soon as it has begun"),
+    "a relative directory": ("slurm", {"output_dir": "runs/a"}, "is relative"),
+    "a directory of one machine": ("ray", {"output_dir": "/tmp/a"}, "is a machine's own"),
+    "a directory in the container": ("kubernetes", {"output_dir": "/runs/a"}, "is not below /shared"),
+    "a directory on the machine": ("skypilot", {"output_dir": "/runs/a"}, "is not below /shared"),
+    "no image": ("kubernetes", {"launch.kubernetes.image": ...}, "needs launch.kubernetes.image"),
+    "no claim": ("kubernetes", {"launch.kubernetes.claim": ...}, "needs launch.kubernetes.claim"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_cluster_could_not_run_is_refused(case: str) -> None:
+    to, changes, told = REFUSED[case]
+    with pytest.raises(MeshwrightError, match=told) as caught:
+        _job(to, **{key.replace(".", "__"): value for key, value in changes.items()})
+    assert caught.value.exit_code == 2
+    _job(to)
+
+
+@pytest.mark.parametrize(("directory", "name"), [("7B llama", "run-7b-llama"), ("Llama_7", "llama-7"), ("--", "run")])
+def test_a_job_is_called_what_each_cluster_takes(directory: str, name: str) -> None:
+    assert _job("kubernetes", output_dir=f"/shared/{directory}").name == name
+
+
+def test_a_single_rank_does_not_start_others() -> None:
+    values = _job("slurm", launch__nodes=1, device="cpu", launch__gpus_per_node=0, launch__ranks_per_node=1).values
+    assert RunConfig.model_validate(values).processes(frozenset({"dp_shard"}), 0) == 1
+
+
+def test_one_machine_may_use_its_own_disk() -> None:
+    assert _job("slurm", launch__nodes=1, output_dir="runs/a").world_size == 8
+    for to in ("kubernetes", "skypilot", "ray"):
+        with pytest.raises(ConfigError, match="is relative"):
+            _job(to, launch__nodes=1, output_dir="runs/a")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("slurm.partitions", "gpu"),
+        ("slurm.partition", "gpu\n#SBATCH --uid=0"),
+        ("slurm.options", ["rm"]),
+        ("setup", ["a\nb"]),
+        ("time_limit", "12"),
+        ("name", "Not a name"),
+        ("name", "7b"),
+        ("env", {"A B": "c"}),
+        ("memory_per_node", "many"),
+        ("kubernetes.kind", "Job"),
+    ],
+)
+def test_unknown_fields_and_what_would_be_another_line_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key.rpartition(".")[2]):
+        _job("slurm", **{f"launch__{key.replace('.', '__')}": value})
+
+
+# -- the command
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**VALUES, "launch": LAUNCH}))
+    return path
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_files_are_printed_or_written(to: Target, run_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "job"
+    arguments = ["launch", str(run_file), "--to", to, "--out", str(out), "--nodes", "4", "--set", "tp_size=2"]
+    printed = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert printed.exit_code == 0, printed.output
+    assert not out.exists()
+    written = CliRunner().invoke(app, arguments)
+    assert "4 x 8 ranks: fsdp2 on dp_shard=16 x tp=2" in written.output
+    for path in out.iterdir():
+        assert f"# {path}\n{path.read_text()}\n" in printed.output
+    values = yaml.safe_load((out / "run.yaml").read_text()) if to != "kubernetes" else None
+    assert values is None or values["tp_size"] == 2
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_command_that_is_not_there_is_named_and_nothing_written(
+    to: Target, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    out = tmp_path / "job"
+    result = CliRunner().invoke(app, ["launch", str(run_file), "--to", to, "--out", str(out), "--submit"])
+    assert result.exit_code == 2
+    assert f"{submission(_job(to), to)[0]} is not installed here" in result.output
+    assert not out.exists()
+
+
+def test_what_submits_is_run_and_its_code_returned(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kubectl").write_text('#!/bin/sh\necho "$@" > "$0.said"\nexit 3\n')
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    out = tmp_path / "job"
+    result = CliRunner().invoke(app, ["launch", str(run_file), "--to", "kubernetes", "--out", str(out), "--submit"])
+    assert result.exit_code == 3
+    assert (tmp_path / "kubectl.said").read_text() == f"apply -f {out / 'job.yaml'}\n"
+
+
+def test_files_are_made_without_torch(run_file: Path) -> None:
+    code = (
+        "import sys; from meshwright.cli.main import app\n"
+        f"try: app(['launch', {str(run_file)!r}, '--to', 'slurm', '--dry-run'])\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- the page
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+HOME = "/home/me/project"
+"""Where the page's commands are given."""
+
+
+def _printed(run_file: str, command: str, directory: Path) -> str:
+    """What a command of the page prints, up to the copy of the run file."""
+    (directory / "run.yaml").write_text(run_file)
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace(str(directory.resolve()), HOME)
+    return text.split(f"\n# {HOME}")[0].rstrip("\n") + "\n"
+
+
+def page(text: str, directory: Path) -> str:
+    """The page as it should be."""
+    (run_file,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+
+    def block(found: re.Match[str]) -> str:
+        return f"```console\n$ {found[1]}\n{_printed(run_file, found[1], directory)}```"
+
+    return re.sub(r"```console\n\$ ([^\n]*)\n.*?```", block, text, flags=re.DOTALL)
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.count("```console") == len(TARGETS)
+    assert page(text, tmp_path) == text, "run python tests/cluster/test_launch_files.py"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), Path(place)), encoding="utf-8")

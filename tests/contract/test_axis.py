@@ -1,0 +1,86 @@
+"""An axis is one object: a strategy's own divides batches, adds to losses and gradients, and is checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.objective_layouts import columns_of, everything, packed, trained_by
+
+from meshwright import BatchError, ModelError
+from meshwright.strategy.contract import Batch
+from meshwright.testing import Case, Outcome, conformance, pool
+from meshwright.testing.case import share
+from meshwright.testing.cells import register
+from meshwright.testing.objectives import preference, with_columns
+from meshwright.testing.parity import build_manager, difference, train_case
+
+
+def _trained(case: Case, ranks: int) -> Outcome:
+    register("rows_axis")
+    return train_case("rows", {}, {"tp_size": ranks}, case)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
+    case = Case(microbatches=3, empty=4, eval_after=True, unshard_after=True)
+    reference = pool(1).run(train_case, "single", {}, {}, case)[0]
+    assert difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_takes_any_objective(ranks):
+    case = Case(microbatches=3, steps=4)
+    expected = pool(1).run(trained_alike, "single", {}, case)[0]
+    found = pool(ranks).run(trained_alike, "rows", {"tp_size": ranks}, case)
+    assert difference(found, expected).worst <= case.tolerance
+
+
+def trained_alike(strategy: str, sizes: dict[str, int], case: Case) -> Outcome:
+    """On batches of which the rows of each microbatch are of the same number on all ranks."""
+    register("rows_axis")
+
+    def batches(case: Case, step: int, *_: int) -> list[Batch]:
+        return [packed(batch) | columns_of(batch) for batch in share(case, step, 0, 1)]
+
+    return trained_by(build_manager(strategy, {}, sizes, case), case, everything, batches)
+
+
+def _told_without_joined() -> tuple[str, float]:
+    register("rows_axis")
+    case = Case()
+    manager = build_manager("rows_without_joined", {}, {"tp_size": 2}, case)
+    batches = [with_columns(batch, 131) for batch in share(case, 0, 0, 1)]
+    count = torch.tensor(8)
+    with pytest.raises(ModelError) as error:
+        manager.forward_backward(batches, num_tokens=count, objective=preference)
+    # What it could do before, it can.
+    return str(error.value), float(manager.forward_backward(share(case, 0, 0, 1), num_tokens=count))
+
+
+def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
+    first, second = pool(2).run(_told_without_joined)
+    assert first == second
+    assert first[0] == "WithoutJoined divides batches and brings no `joined`: it takes no objective."
+
+
+@pytest.mark.parametrize("name", ["tp=2-objective", "tp=4-objective"])
+def test_conformance_tries_an_objective_on_it(name):
+    (cell,) = (cell for cell in conformance("rows", plugin="rows_axis") if str(cell) == name)
+    assert cell.run().status == "passed"
+    (cell,) = (cell for cell in conformance("rows_without_joined", plugin="rows_axis") if str(cell) == name)
+    assert "takes no objective" in cell.run().detail
+    assert cell.run().status == "does not apply"
+
+
+def _refused() -> str:
+    register("rows_axis")
+    case = Case(sequences=3)
+    manager = build_manager("rows", {}, {"tp_size": 2}, case)
+    with pytest.raises(BatchError) as error:
+        manager.eval_loss(share(case, 0, 0, 1), num_tokens=torch.tensor(8))
+    return str(error.value)
+
+
+def test_what_it_cannot_divide_is_refused_on_all_ranks():
+    first, second = pool(2).run(_refused)
+    assert first == second == "3 sequences do not divide among 2 ranks."

@@ -1,0 +1,68 @@
+"""What will go away says so at the user's line, and is gone when it is due."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import meshwright
+from meshwright.files.deprecation import warn_deprecated
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
+
+
+def test_the_warning_says_since_when_until_when_and_what_instead() -> None:
+    text = "^the function old is deprecated since meshwright 0.1.0 and goes away in 2.0.0. Call new.$"
+    with pytest.warns(DeprecationWarning, match=text):
+        warn_deprecated("the function old", since="0.1.0", removed_in="2.0.0", instead="Call new.")
+
+
+def test_the_warning_names_the_users_line_through_our_modules_and_pydantic() -> None:
+    from meshwright_ddp import DDPConfig
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        DDPConfig(use_custom_fsdp=True)  # this line
+    (warning,) = told
+    assert warning.filename == __file__
+    assert Path(__file__).read_text(encoding="utf-8").splitlines()[warning.lineno - 1].endswith("# this line")
+
+
+def test_a_script_shows_it_without_being_asked(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("from meshwright_ddp import DDPConfig\n\nDDPConfig(use_custom_fsdp=True)\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert f"{script}:3: DeprecationWarning: use_custom_fsdp is deprecated" in done.stderr
+
+
+def deprecations(source: str) -> Iterator[dict[str, str]]:
+    """The versions that calls of warn_deprecated give."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "warn_deprecated":
+            yield {each.arg or "": ast.literal_eval(each.value) for each in node.keywords}
+
+
+def is_due(call: dict[str, str], version: str) -> bool:
+    return Version(version) >= Version(call["removed_in"])
+
+
+def test_what_is_due_has_gone() -> None:
+    calls = [call for path in SOURCES for call in deprecations(path.read_text(encoding="utf-8"))]
+    assert calls
+    assert not [call for call in calls if is_due(call, meshwright.__version__)]
+    # A minor version at the least lies between the first warning and the end.
+    assert all(Version(call["since"]).release[:2] < Version(call["removed_in"]).release[:2] for call in calls)
+
+
+def test_what_is_due_is_seen() -> None:
+    (call,) = deprecations('warn_deprecated("x", since="0.1.0", removed_in="0.2.0", instead="Nothing.")')
+    assert is_due(call, "0.2.0")
+    assert not is_due(call, "0.1.9")

@@ -1,0 +1,224 @@
+"""The distributions: one version, the right dependencies, and each plugin alone beside core."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright
+from meshwright.strategy.registry import INSTALLABLE, install_line
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+BUILT = shutil.ignore_patterns("*.egg-info", "__pycache__", "build", "tests")
+
+
+def project(directory: Path) -> dict[str, Any]:
+    return tomllib.loads((directory / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+CORE = project(ROOT)
+
+
+STRATEGIES = [
+    path for path in PLUGINS if any("def register_strategies" in each.read_text() for each in path.rglob("plugin.py"))
+]
+"""The others are bridges to frameworks of others, and trackers."""
+
+
+def extra_of(directory: Path) -> str:
+    return project(directory)["name"].removeprefix("meshwright-")
+
+
+def test_core_says_its_version_once_more():
+    assert meshwright.__version__ == CORE["version"]
+
+
+@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
+def test_a_plugin_has_cores_version_and_python_and_depends_on_exactly_that_core(directory):
+    plugin = project(directory)
+    assert plugin["version"] == CORE["version"]
+    assert plugin["requires-python"] == CORE["requires-python"]
+    assert f"meshwright=={CORE['version']}" in plugin["dependencies"]
+    assert len([each for each in plugin["dependencies"] if each.startswith("meshwright")]) == 1
+
+
+@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
+def test_a_plugin_has_an_extra(directory):
+    name = f"{project(directory)['name']}=={CORE['version']}"
+    assert CORE["optional-dependencies"][extra_of(directory)] == [name]
+
+
+@pytest.mark.parametrize("directory", STRATEGIES, ids=lambda path: path.name)
+def test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name(directory):
+    plugin = project(directory)
+    name = directory.name
+    assert list(plugin["entry-points"]["meshwright"]) == [name]
+    assert INSTALLABLE[name] == extra_of(directory)
+    assert f"'.[{extra_of(directory)}]'" in install_line(name)
+
+
+def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_that_exist():
+    extras = CORE["optional-dependencies"]
+    assert {"fsdp2", "ddp", "megatron-fsdp", "pipeline", "all"} <= set(extras)
+    (everything,) = extras["all"]
+    named = re.fullmatch(r"meshwright\[(.*)\]", everything)
+    assert named, everything
+    assert set(named[1].split(",")) == {extra_of(directory) for directory in STRATEGIES}
+
+
+def test_every_strategy_that_is_offered_for_installation_is_a_package_here():
+    assert set(INSTALLABLE) == {directory.name for directory in STRATEGIES}
+
+
+# -- from a clone
+
+
+def would_install(clone: Path, *requirements: str) -> dict[str, tuple[str, bool]]:
+    """Where pip takes each distribution of ours from, and whether it stays editable there. Nothing is installed."""
+    options = "--quiet --dry-run --no-index --no-build-isolation --disable-pip-version-check --report -"
+    command = [sys.executable, "-m", "pip", "install", *options.split(), *requirements]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "does not provide the extra" not in done.stderr
+    return {
+        each["metadata"]["name"]: (
+            Path(each["download_info"]["url"].removeprefix("file://")).name,
+            each["download_info"].get("dir_info", {}).get("editable", False),
+        )
+        for each in json.loads(done.stdout)["install"]
+    }
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("clones") / "with a space"
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        directory.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, directory)
+    for name in ("core", "plugins"):
+        shutil.copytree(ROOT / name, directory / name, ignore=BUILT)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("extras", "expected"),
+    [
+        ("fsdp2", ["fsdp2"]),
+        ("megatron_fsdp", ["megatron_fsdp"]),
+        ("megatron-fsdp", ["megatron_fsdp"]),
+        ("all,fabric,trainer,trackers", [directory.name for directory in PLUGINS]),
+    ],
+)
+def test_extras_of_a_clone_install_the_plugins_that_lie_in_it(extras: str, expected: list[str], clone: Path) -> None:
+    found = would_install(clone, "-e", f".[{extras}]")
+    assert found.pop("meshwright") == ("with%20a%20space", True)
+    assert found == {project(ROOT / "plugins" / name)["name"]: (name, False) for name in expected}
+
+
+def test_plugins_of_a_clone_that_are_named_stay_editable(clone: Path) -> None:
+    found = would_install(clone, "-e", ".", "-e", "plugins/ddp")
+    assert found == {"meshwright": ("with%20a%20space", True), "meshwright-ddp": ("ddp", True)}
+
+
+@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
+def test_a_plugin_has_the_licence_of_the_project(directory: Path) -> None:
+    assert (directory / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project(directory)["license-files"] == ["LICENSE"]
+
+
+# -- each alone
+
+
+def installed(source: Path, target: Path) -> Path:
+    """Build a copy of a distribution, so that its source tree stays clean, and install it into `target`."""
+    copy = target.with_name(f"{target.name}_source")
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "core", "src"):
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, copy / name, ignore=BUILT)
+        elif path.is_file():
+            shutil.copy(path, copy / name)
+    command = "install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
+    subprocess.run(
+        [sys.executable, "-m", "pip", *command.split(), "--target", str(target), str(copy)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return target
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    return installed(ROOT, tmp_path_factory.mktemp("install") / "core")
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory) -> Path:
+    """What is installed here, but nothing of meshwright."""
+    links = tmp_path_factory.mktemp("links")
+    for path in {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}:
+        for entry in path.iterdir():
+            if "meshwright" not in entry.name and not (links / entry.name).exists():
+                (links / entry.name).symlink_to(entry)
+    return links
+
+
+def run_with(paths: list[Path], code: str) -> str:
+    # -S: without site, and so without the .pth files of editable installations.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LIST = "import sys; sys.argv[1:] = ['strategies']; from meshwright.cli.main import main; main()"
+
+
+def told(output: str) -> tuple[list[str], list[str]]:
+    """The strategies that `meshwright strategies` lists, and those that it says can be installed."""
+    assert "broken:" not in output
+    strategies, _, installable = output.partition("installable, from a clone of meshwright:\n")
+    names = [line for line in strategies.splitlines() if line and not line.startswith(" ")]
+    return names, [line.split(":")[0].strip() for line in installable.splitlines()]
+
+
+def test_core_alone_lists_single_and_offers_the_others(core, dependencies):
+    assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(INSTALLABLE))
+
+
+@pytest.mark.parametrize("directory", STRATEGIES, ids=lambda path: path.name)
+def test_a_plugin_works_alone_beside_core(directory, core, dependencies, tmp_path):
+    name = directory.name
+    paths = [installed(directory, tmp_path / name), core, dependencies]
+    assert list(paths[0].glob("*.dist-info/licenses/LICENSE"))
+    names, installable = told(run_with(paths, LIST))
+    assert names == sorted([name, "single"])
+    assert installable == [other for other in sorted(INSTALLABLE) if other != name]
+    code = f"""
+import sys, meshwright
+spec = meshwright.get_strategy({name!r})
+print(spec.config_cls(), meshwright.__file__, sys.modules[spec.config_cls.__module__].__file__, sep="\\n")
+"""
+    _, core_file, plugin_file = run_with(paths, code).splitlines()
+    assert Path(core_file).is_relative_to(core)
+    assert Path(plugin_file).is_relative_to(tmp_path)
+
+
+def test_distributions_bring_their_types_and_licence(core):
+    assert (core / "meshwright" / "py.typed").is_file()
+    assert list(core.glob("meshwright-*.dist-info/licenses/LICENSE"))

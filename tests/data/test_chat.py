@@ -1,0 +1,643 @@
+"""Conversations become tokens with a mask of what is learnt: over templates and tokenizers of well-known kinds."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.chat_templates import DIRECTORY, learnt, record, template, tokenizer, turns
+from transformers import ByT5Tokenizer
+
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.data.encoding.chat_template import read_chat_template
+from meshwright.data.encoding.examples import Counts, Encoder
+
+TALK = turns("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
+UNSYSTEMATIC = TALK[1:]
+HEAD3 = "<|start_header_id|>{}<|end_header_id|>\n\n"
+R = "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>"
+
+# Family, template: what is learnt in each document that the conversation becomes.
+LEARNT = {
+    ("chatml", "chatml"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
+    # No special token ends a turn, but the template's text does.
+    ("base", "chatml"): [["Hello!<|im_end|>\n", "It is four.<|im_end|>\n<|endoftext|>"]],
+    ("llama2", "llama2"): [["Hello! </s>", "It is four. </s>"]],
+    ("llama3", "llama3"): [["Hello!<|eot_id|>", "It is four.<|eot_id|>"]],
+    ("llama3", "llama31"): [["Hello!<|eot_id|>", "It is four.<|eot_id|>"]],
+    ("gemma", "gemma"): [["Hello!<end_of_turn>", "It is four.<end_of_turn>"]],
+    ("llama2", "mistral_v1"): [["Hello!</s>", "It is four.</s>"]],
+    # The system prompt moves to the last turn of the user.
+    ("tekken", "mistral_tekken"): [["Hello!</s>"], ["It is four.</s>"]],
+    ("qwen", "qwen25"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
+    # Thoughts are written in the last answer alone.
+    ("qwen", "qwen3"): [
+        ["<think>\n\n</think>\n\nHello!<|im_end|>"],
+        ["<think>\n\n</think>\n\nIt is four.<|im_end|>"],
+    ],
+    # A text ends with one token more than a turn.
+    ("phi3", "phi3"): [["Hello!<|end|>", "It is four.<|end|>"]],
+    ("phi4", "phi4"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
+    ("deepseek", "deepseek_v2"): [[" Hello!<｜end▁of▁sentence｜>", " It is four.<｜end▁of▁sentence｜>"]],
+    ("deepseek", "deepseek_r1"): [["Hello!<｜end▁of▁sentence｜>", "It is four.<｜end▁of▁sentence｜>"]],
+    ("granite", "granite"): [["Hello!<|end_of_text|>", "It is four.<|end_of_text|>"]],
+    ("zephyr", "zephyr"): [["Hello!</s>", "It is four.</s>"]],
+    ("command_r", "command_r"): [["Hello!<|END_OF_TURN_TOKEN|>", "It is four.<|END_OF_TURN_TOKEN|>"]],
+    ("olmo2", "olmo2"): [["Hello!<|endoftext|>", "It is four.<|endoftext|>"]],
+    # The last answer ends otherwise than an earlier one.
+    ("harmony", "harmony"): [
+        ["<|channel|>final<|message|>Hello!<|return|>"],
+        ["<|channel|>final<|message|>It is four.<|return|>"],
+    ],
+    # Nothing ends a turn.
+    ("base", "alpaca"): [["Hello!<|endoftext|>"], ["It is four.<|endoftext|>"]],
+}
+# The text of the last document, written by hand.
+TEXTS = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+    "Hello!<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\nIt is four.<|im_end|>\n",
+    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi there [/INST] Hello! </s><s>[INST] What is two and two? "
+    "[/INST] It is four. </s>",
+    "llama3": f"<|begin_of_text|>{HEAD3.format('system')}Be brief.<|eot_id|>{HEAD3.format('user')}Hi there<|eot_id|>"
+    f"{HEAD3.format('assistant')}Hello!<|eot_id|>{HEAD3.format('user')}What is two and two?<|eot_id|>"
+    f"{HEAD3.format('assistant')}It is four.<|eot_id|>",
+    "gemma": "<bos><start_of_turn>user\nBe brief.\n\nHi there<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
+    "<start_of_turn>user\nWhat is two and two?<end_of_turn>\n<start_of_turn>model\nIt is four.<end_of_turn>\n",
+    "mistral_tekken": "<s>[INST]Hi there[/INST]Hello!</s>[INST]Be brief.\n\nWhat is two and two?[/INST]It is four.</s>",
+    "qwen3": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+    "Hello!<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "It is four.<|im_end|>\n",
+    "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi there<|end|>\n<|assistant|>\nHello!<|end|>\n<|user|>\n"
+    "What is two and two?<|end|>\n<|assistant|>\nIt is four.<|end|>\n<|endoftext|>",
+    "phi4": "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi there<|im_end|><|im_start|>"
+    "assistant<|im_sep|>Hello!<|im_end|><|im_start|>user<|im_sep|>What is two and two?<|im_end|><|im_start|>assistant"
+    "<|im_sep|>It is four.<|im_end|>",
+    "deepseek_r1": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi there<｜Assistant｜>Hello!<｜end▁of▁sentence｜><｜User｜>"
+    "What is two and two?<｜Assistant｜>It is four.<｜end▁of▁sentence｜>",
+    "granite": "<|start_of_role|>system<|end_of_role|>Be brief.<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>"
+    "Hi there<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>Hello!<|end_of_text|>\n<|start_of_role|>user"
+    "<|end_of_role|>What is two and two?<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>It is four."
+    "<|end_of_text|>\n",
+    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHi there</s>\n<|assistant|>\nHello!</s>\n<|user|>\n"
+    "What is two and two?</s>\n<|assistant|>\nIt is four.</s>\n",
+    "command_r": f"<BOS_TOKEN>{R.format('SYSTEM')}Be brief.<|END_OF_TURN_TOKEN|>{R.format('USER')}Hi there"
+    f"<|END_OF_TURN_TOKEN|>{R.format('CHATBOT')}Hello!<|END_OF_TURN_TOKEN|>{R.format('USER')}What is two and two?"
+    f"<|END_OF_TURN_TOKEN|>{R.format('CHATBOT')}It is four.<|END_OF_TURN_TOKEN|>",
+    "olmo2": "<|endoftext|><|system|>\nBe brief.\n<|user|>\nHi there\n<|assistant|>\nHello!<|endoftext|>\n<|user|>\n"
+    "What is two and two?\n<|assistant|>\nIt is four.<|endoftext|>",
+    "alpaca": "Be brief.\n\n### Instruction:\nHi there\n\n### Response:\nHello!\n\n### Instruction:\n"
+    "What is two and two?\n\n### Response:\nIt is four.<|endoftext|>",
+}
+MARKED = {
+    "chatml_marked": ("chatml", "chatml"),
+    "llama3_marked": ("llama3", "llama3"),
+    "gemma_marked": ("gemma", "gemma"),
+    "phi4_marked": ("phi4", "phi4"),
+    "granite_marked": ("granite", "granite"),
+    "zephyr_marked": ("zephyr", "zephyr"),
+    "qwen3_marked": ("qwen", None),
+    "smollm3": ("smollm3", None),
+}
+
+
+def encoded(family, name, value, source_format="messages", **options):
+    """The documents of one record, and the counts."""
+    [documents], counts = Encoder(tokenizer(family, name), source_format, **options).encode([record(value)])
+    return documents, counts
+
+
+def runs(family, name, value, source_format="messages", **options):
+    documents, _ = encoded(family, name, value, source_format, **options)
+    return [learnt(tokenizer(family, name), each) for each in documents]
+
+
+# -- templates
+
+
+@pytest.mark.parametrize(("family", "name"), LEARNT, ids=map("-".join, LEARNT))
+def test_answers_and_what_ends_their_turns_are_learnt(family, name):
+    messages = UNSYSTEMATIC if name == "mistral_v1" else TALK
+    documents, counts = encoded(family, name, {"messages": messages})
+    chosen = tokenizer(family, name)
+    assert [learnt(chosen, each) for each in documents] == LEARNT[family, name]
+    text = chosen.decode(documents[-1].tokens)
+    assert text.removesuffix("<|endoftext|>" * (family == "base")) == chosen.apply_chat_template(
+        messages, tokenize=False, chat_template=read_chat_template(template(name)), date_string="26 Jul 2024"
+    )
+    if name in TEXTS and (family != "base" or name == "alpaca"):
+        assert text == TEXTS[name]
+    assert counts == Counts(
+        records=1,
+        documents=len(documents),
+        tokens=sum(map(len, documents)),
+        labelled=sum(int(each.labelled.sum()) for each in documents),
+    )
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marks_are_learnt_as_transformers_reads_them(name):
+    family, twin = MARKED[name]
+    chosen = tokenizer(family, name)
+    [document], _ = encoded(family, name, {"messages": TALK})
+    text = read_chat_template(template(name)).replace("strftime_now('%d %B %Y')", "'26 July 2024'")
+    found = chosen.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True, chat_template=text)
+    assert document.tokens.tolist() == found["input_ids"]
+    assert document.labelled.tolist() == [bool(each) for each in found["assistant_masks"]]
+    assert 0 < sum(found["assistant_masks"]) < len(document)
+    if twin is not None:
+        # Turn by turn the same is found without marks.
+        [unmarked], _ = encoded(family, twin, {"messages": TALK})
+        assert np.array_equal(unmarked.tokens, document.tokens)
+        assert np.array_equal(unmarked.labelled, document.labelled)
+
+
+def test_every_template_is_tried():
+    tried = {name for _, name in LEARNT} | set(MARKED)
+    assert tried == {path.stem for path in DIRECTORY.glob("*.jinja")}
+    assert len({name for _, name in LEARNT}) >= 12
+
+
+@pytest.mark.parametrize(("family", "name"), [*LEARNT, *((family, name) for name, (family, _) in MARKED.items())])
+def test_an_answer_stands_behind_the_tokens_that_ask_for_it(family, name):
+    """What a model is given when it answers is what stood before each answer that it has learnt."""
+    chosen = tokenizer(family, name)
+    for text in ("Hello!", "\n\nHello!", "  indented"):
+        messages = turns("Hi there\n\n", text, "What is two and two?", f"{text}It is four.")
+        documents, _ = encoded(family, name, {"messages": messages})
+        for document in documents:
+            first = int(np.flatnonzero(document.labelled)[0])
+            asked = 3 if "What is two" in chosen.decode(document.tokens[:first]) else 1
+            given = chosen.apply_chat_template(
+                messages[:asked],
+                add_generation_prompt=True,
+                tokenize=False,
+                chat_template=_without_clock(name),
+                date_string="26 Jul 2024",
+            )
+            assert document.tokens[:first].tolist() == chosen(given, add_special_tokens=False)["input_ids"]
+
+
+def _without_clock(name):
+    text = template(name)
+    for form, date in (("%d %B %Y", "26 July 2024"), ("%B %d, %Y", "July 26, 2024")):
+        text = text.replace(f"strftime_now('{form}')", f"'{date}'")
+    return text
+
+
+@pytest.mark.parametrize("family", ["base", "qwen", "llama2"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text(st.sampled_from(" \nabc.#\t"), min_size=1, max_size=8), min_size=4, max_size=4))
+def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
+    texts = [text if text.strip() else f"a{text}" for text in texts]
+    documents, _ = encoded(family, "chatml", {"messages": turns(*texts)})
+    chosen = tokenizer(family, "chatml")
+    whole = chosen.apply_chat_template(turns(*texts), tokenize=False)
+    # A tokenizer of sentencepiece drops the space that it has put before a text.
+    end = "" if family == "qwen" else "\n"
+    said = [f"{text}<|im_end|>{end}" for text in texts[1::2]]
+    said[-1] += chosen.eos_token if end else ""
+    [document] = documents
+    assert chosen.decode(document.tokens).removesuffix(chosen.eos_token if end else "") == whole
+    found = learnt(chosen, document)
+    if family == "llama2":
+        # Of each text that it decodes by itself, that is.
+        found, said = ([text.lstrip(" ") for text in each] for each in (found, said))
+    assert [text.removeprefix(" ") for text in found] == [text.removeprefix(" ") for text in said]
+
+
+# -- what templates do with earlier turns
+
+
+def test_thoughts_that_a_template_forgets_are_learnt_where_it_writes_them():
+    messages = turns("Hi there", "Hello!", "What is two and two?", "It is four.")
+    messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "A greeting.", "2 + 2."
+    assert runs("qwen", "qwen3", {"messages": messages}) == [
+        ["<think>\nA greeting.\n</think>\n\nHello!<|im_end|>"],
+        ["<think>\n2 + 2.\n</think>\n\nIt is four.<|im_end|>"],
+    ]
+    documents, _ = encoded("qwen", "qwen3", {"messages": messages})
+    assert "A greeting." not in tokenizer("qwen", "qwen3").decode(documents[1].tokens)
+    assert runs("qwen", "qwen3", {"messages": messages}, loss_on="last_answer") == [
+        ["<think>\n2 + 2.\n</think>\n\nIt is four.<|im_end|>"]
+    ]
+    inline = turns("Hi there", "<think>\nA greeting.\n</think>\n\nHello!")
+    assert runs("qwen", "qwen3", {"messages": inline}) == [["<think>\nA greeting.\n</think>\n\nHello!<|im_end|>"]]
+
+
+def test_a_record_says_what_else_its_template_is_given():
+    """Without thinking, the empty thought is in the prompt and not learnt."""
+    value = {"messages": turns("Hi there", "Hello!"), "chat_template_kwargs": {"enable_thinking": False}}
+    assert runs("qwen", "qwen3", value) == [["Hello!<|im_end|>"]]
+    value["chat_template_kwargs"] = '{"enable_thinking": false}'
+    assert runs("qwen", "qwen3", value) == [["Hello!<|im_end|>"]]
+
+
+@pytest.mark.parametrize("loss_on", ["answers", "last_answer"])
+def test_calls_of_tools_are_answers(loss_on):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+    messages = [
+        {"role": "user", "content": "What is two and two?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is four.", "tool_calls": None},
+    ]
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+    found = runs("qwen", "qwen25", {"messages": messages, "tools": tools}, loss_on=loss_on)
+    assert found == [[f"{written}<|im_end|>", "It is four.<|im_end|>"][loss_on == "last_answer" :]]
+    documents, _ = encoded("qwen", "qwen25", {"messages": messages, "tools": tools})
+    assert '"name": "add", "parameters"' in tokenizer("qwen", "qwen25").decode(documents[0].tokens)
+    as_json = encoded("qwen", "qwen25", {"messages": messages, "tools": json.dumps(tools)})[0]
+    assert np.array_equal(as_json[0].tokens, documents[0].tokens)
+    assert runs("llama3", "llama31", {"messages": messages, "tools": tools}) == [
+        ['{"name": "add", "parameters": {"a": 2, "b": 2}}<|eot_id|>', "It is four.<|eot_id|>"]
+    ]
+    # Tools stand before the last turn of the user: one document for a single turn.
+    assert runs("tekken", "mistral_tekken", {"messages": messages, "tools": tools}) == [
+        ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": 2}}]</s>', "It is four.</s>"]
+    ]
+
+
+def test_a_tokenizer_may_have_another_template_for_tools():
+    chosen = tokenizer.__wrapped__("llama3", None)
+    chosen.chat_template = {"default": template("llama3_marked"), "tool_use": template("llama31")}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    talk = turns("Hi there", "Hello!")
+    found, _ = Encoder(chosen, "messages").encode([record({"messages": talk, "tools": each}) for each in (None, tools)])
+    assert [learnt(chosen, each[0]) for each in found] == [["Hello!<|eot_id|>"]] * 2
+    assert ["Environment: ipython" in chosen.decode(each[0].tokens) for each in found] == [False, True]
+
+
+def test_a_template_does_not_know_what_day_it_is():
+    for family, name in (("granite", "granite"), ("llama3", "llama31"), ("smollm3", "smollm3")):
+        documents, _ = encoded(family, name, {"messages": turns("Hi there", "Hello!")})
+        assert any(date in tokenizer(family, name).decode(documents[0].tokens) for date in ("26 Ju", "July 26, 2024"))
+
+
+def test_loss_on_says_which_answers_are_learnt():
+    for name in ("llama3", "llama3_marked"):
+        last = runs("llama3", name, {"messages": TALK}, loss_on="last_answer")
+        assert last == [["It is four.<|eot_id|>"]]
+        [document], counts = encoded("llama3", name, {"messages": TALK}, loss_on="all")
+        assert document.labelled is None
+        assert counts.labelled == len(document) - 1
+
+
+def test_what_stands_behind_the_last_answer_is_left_out():
+    asked = [*TALK, {"role": "user", "content": "And three?"}]
+    for name in ("llama3", "llama3_marked"):
+        [document], _ = encoded("llama3", name, {"messages": asked})
+        [without], _ = encoded("llama3", name, {"messages": TALK})
+        assert np.array_equal(document.tokens, without.tokens)
+
+
+def test_a_greeting_that_opens_a_conversation_is_not_learnt():
+    greeted = [{"role": "assistant", "content": "Welcome."}, *turns("Hi there", "Hello!")]
+    assert runs("llama3", "llama3", {"messages": greeted}) == [["Hello!<|eot_id|>"]]
+
+
+def test_older_names_and_parts_of_messages_are_understood():
+    value = {
+        "conversations": [
+            {"from": "human", "value": "Hi there"},
+            {"from": "gpt", "value": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]},
+        ]
+    }
+    fields = {"messages": "conversations", "role": "from", "content": "value"}
+    assert runs("llama3", "llama3", value, fields=fields) == [["Hello!<|eot_id|>"]]
+
+
+# -- prompts, completions, preferences
+
+
+def test_a_prompt_and_its_completion_are_one_text_with_special_tokens_once():
+    for prompt, completion in (("Hi there ", "Hello!"), ("Hi there\n\n", "\nHello!"), ("Hi there", " Hello!")):
+        for family in ("llama2", "llama3", "base"):
+            chosen = tokenizer(family, None)
+            [document], _ = encoded(family, None, {"prompt": prompt, "completion": completion}, "prompt_completion")
+            first = int(np.flatnonzero(document.labelled)[0])
+            assert document.tokens[:first].tolist() == chosen(prompt)["input_ids"]
+            assert document.labelled[first:].all()
+            assert _decoded(chosen, document) == f"{chosen.bos_token or ''}{prompt}{completion}{chosen.eos_token}"
+            written = {"prompt": f"{chosen.bos_token or ''}{prompt}", "completion": completion + chosen.eos_token}
+            [again], _ = encoded(family, None, written, "prompt_completion")
+            assert _decoded(chosen, again) == _decoded(chosen, document)
+
+
+def test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice():
+    for family in ("llama2", "llama3", "base", "olmo2"):
+        chosen = tokenizer(family, None)
+        bos, eos = chosen.bos_token or "", chosen.eos_token
+        texts = ["Hi there", f"{bos}Hi there", f"Hi there{eos}", f"{bos}Hi there{eos}"]
+        found, counts = Encoder(chosen).encode([record({"text": text}) for text in texts])
+        assert {_decoded(chosen, each[0]) for each in found} == {f"{bos}Hi there{eos}"}
+        assert all(each[0].labelled is None for each in found)
+        assert counts.documents == 4
+
+
+def _decoded(chosen, document):
+    """Without the space that a tokenizer of sentencepiece puts before a text."""
+    return chosen.decode(document.tokens).replace("<s> ", "<s>")
+
+
+def test_messages_may_be_prompts_and_completions():
+    value = {"prompt": TALK[:4], "completion": TALK[4:]}
+    assert runs("llama3", "llama3", value, "prompt_completion") == [["It is four.<|eot_id|>"]]
+    assert runs("llama3", "llama3_marked", value, "prompt_completion") == [["It is four.<|eot_id|>"]]
+
+
+@pytest.mark.parametrize("way", ["explicit", "implicit", "both", "named"])
+def test_a_pair_answers_one_prompt(way):
+    good, bad = [{"role": "assistant", "content": text} for text in ("It is four.", "It is five.")]
+    value = {"chosen": [good], "rejected": [bad], "prompt": TALK[:4]}
+    if way != "explicit":
+        value = {"chosen": [*TALK[:4], good], "rejected": [*TALK[:4], bad]}
+    if way == "both":
+        value["prompt"] = TALK[:4]
+    if way == "named":
+        value["prompt"] = TALK[3]["content"]
+    [one, other], counts = encoded("llama3", "llama3", value, "preference")
+    chosen = tokenizer("llama3", "llama3")
+    assert [learnt(chosen, each) for each in (one, other)] == [["It is four.<|eot_id|>"], ["It is five.<|eot_id|>"]]
+    first = int(np.flatnonzero(one.labelled)[0])
+    assert np.array_equal(one.tokens[:first], other.tokens[:first])
+    assert (counts.records, counts.documents) == (1, 2)
+
+
+def test_a_pair_of_texts_answers_one_prompt():
+    value = {"prompt": "What is two and two? ", "chosen": "It is four.", "rejected": "It is five."}
+    documents, _ = encoded("llama3", None, value, "preference")
+    found = [learnt(tokenizer("llama3", None), each) for each in documents]
+    assert found == [["It is four.<|eot_id|>"], ["It is five.<|eot_id|>"]]
+
+
+def test_a_pair_is_kept_whole_or_not_at_all():
+    value = {"prompt": "What is two and two? ", "chosen": "It is four.", "rejected": "It is " + "not " * 90}
+    documents, counts = encoded("llama3", None, value, "preference", too_long="drop", seq_len=60)
+    assert (documents, counts) == ([], Counts(records=1, dropped=2))
+    documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=60)
+    assert (len(documents), len(documents[1]), counts.documents, counts.cut) == (2, 60, 2, 1)
+    documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=8)
+    assert (documents, counts) == ([], Counts(records=1, unlearnt=2))
+
+
+def test_tokens_are_taken_as_they_are():
+    value = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}
+    [document], _ = encoded("llama3", None, value, "tokens")
+    assert document.tokens.tolist() == [5, 6, 7, 8]
+    assert document.labelled.tolist() == [False, False, True, True]
+    [document], _ = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 1]}, "tokens")
+    assert document.labelled.tolist() == [True, False, True]
+    [document], _ = encoded("llama3", None, {"ids": [5, 6, 7]}, "tokens", fields={"input_ids": "ids"})
+    assert document.labelled.all()
+    # Nothing stands before the first token, so it is not learnt.
+    documents, counts = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, "tokens")
+    assert (documents, counts) == ([], Counts(records=1, unlearnt=1))
+
+
+def test_columns_go_with_their_documents():
+    value = {"input_ids": [5, 6, 7], "weight": 0.5, "each": [1.0, 2.0, 3.0]}
+    documents, _ = encoded("llama3", None, value, "tokens", columns=["weight", "each"], seq_len=2)
+    assert [each.columns for each in documents] == [{"weight": 0.5, "each": [1.0, 2.0]}]
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "reference": [-1.0, -2.0]}
+    documents, _ = encoded("llama3", None, pair, "preference", columns=["reference"])
+    assert [each.columns["reference"] for each in documents] == [-1.0, -2.0]
+
+
+# -- lengths
+
+
+def test_what_is_too_long_is_cut_dropped_split_or_an_error_and_counted():
+    messages = turns("Hi there", "It is four. " * 8)
+    whole, _ = encoded("llama3", "llama3", {"messages": messages})
+    length = len(whole[0])
+    with pytest.raises(DataError, match=rf"chats\.jsonl:1: {length} tokens, but seq_len=40"):
+        encoded("llama3", "llama3", {"messages": messages}, seq_len=40)
+    [cut], counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="cut")
+    assert np.array_equal(cut.tokens, whole[0].tokens[:40])
+    assert (counts.cut, counts.documents, counts.tokens) == (1, 1, 40)
+    documents, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="drop")
+    assert (documents, counts) == ([], Counts(records=1, dropped=1))
+    pieces, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="split")
+    assert np.array_equal(np.concatenate([each.tokens for each in pieces]), whole[0].tokens)
+    assert (counts.split, counts.documents) == (1, len(pieces))
+
+
+def test_what_has_lost_its_answer_is_left_out_and_counted():
+    messages = turns("It is four. " * 8, "Hello!")
+    for too_long in ("cut", "split"):
+        documents, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=30, too_long=too_long)
+        assert len(documents) == (too_long == "split")
+        assert counts.unlearnt >= 1
+        assert getattr(counts, too_long) == 1
+
+
+@pytest.mark.parametrize("loss_on", ["answers", "last_answer"])
+@pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
+def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
+    messages = turns("Hi there", "Hello!")
+    _, answered = encoded("llama3", name, {"messages": messages}, loss_on=loss_on)
+    [document], counts = encoded(
+        "llama3", name, {"messages": [*messages, {"role": "user", "content": "And now?"}]}, loss_on=loss_on
+    )
+    assert "And now?" not in tokenizer("llama3", name).decode(document.tokens)
+    assert (answered.unanswered, counts.unanswered, counts.documents) == (0, 1, 1)
+
+
+def test_counts_of_parts_add_up():
+    chosen = tokenizer("llama3", "llama3")
+    records = [record({"messages": turns("Hi there", "Hello! " * n)}) for n in range(1, 9)]
+    encoder = Encoder(chosen, "messages", seq_len=24, too_long="cut")
+    whole = encoder.encode(records)[1]
+    assert whole == sum((encoder.encode([each])[1] for each in records), Counts())
+    assert whole.cut > 0
+    assert whole.records == 8
+
+
+# -- what is wrong with a record
+
+
+def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
+    user, assistant = turns("Hi there", "Hello!")
+    system = {"role": "system", "content": "Be brief."}
+    wrong = {
+        "empty conversation": [],
+        "must hold a list of messages": 3,
+        r"turn 1: holds 'x', but a message is an object": ["x"],
+        r"turn 1: has no 'role'.*Its fields: who\. .*fields": [{"who": "user"}],
+        r"turn 1: role 'narrator' is none of system,": [{"role": "narrator", "content": "x"}, assistant],
+        r"turn 1: the user has no 'content'": [{"role": "user", "text": "x"}, assistant],
+        r"turn 1: its content is 3, a int": [{"role": "user", "content": 3}, assistant],
+        r"turn 1: its content has the part .*image": [
+            {"role": "user", "content": [{"type": "image", "url": "x"}]},
+            assistant,
+        ],
+        r"turn 2: an answer of no tokens": [user, {"role": "assistant", "content": " "}],
+        r"roles out of order: turn 2 is of 'user', after one of 'user': join the two\. Expected: system": [
+            user,
+            user,
+            assistant,
+        ],
+        r"roles out of order: turn 3 is of 'assistant', after one of 'assistant'": [user, assistant, assistant],
+        r"roles out of order: turn 3 is of 'system', after one of 'assistant'": [user, assistant, system],
+        r"roles out of order: turn 1 is of 'tool', and opens": [{"role": "tool", "content": "4"}, user, assistant],
+        r"there is no answer to learn.*\(roles: system, user\)": [system, user],
+    }
+    for reason, messages in wrong.items():
+        with pytest.raises(DataError, match=rf"\Achats\.jsonl:1: .*{reason}"):
+            encoded("llama3", "llama3", {"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "reason"),
+    [
+        ("gemma", [{"role": "assistant", "content": "Welcome."}, *turns("a", "b")], "TemplateError: Conversation roles"),
+        ("broken", turns("a", "b"), "TemplateSyntaxError: .* It breaks at line 2: correct chat_template"),
+        ("undefined", turns("a", "b"), "UndefinedError: 'dict object' has no attribute 'name'.*chat_template_kwargs"),
+        ("forgetful", turns("a", "b", system="Be brief."), r"the chat template leaves out the content of turn 1 \(system"),
+        ("thoughtless", [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}],
+         "the chat template leaves out the reasoning_content of turn 2"),
+        ("silent", turns("a", "b"), "turn 2: an answer of no tokens"),
+        ("unmarked", turns("a", "b"), "an answer of no tokens: .* {% generation %} marks"),
+        ("torn", turns("a", "b"), r"it cannot be told where the answer of turn 2 begins: .* writes '<think>\\n'"),
+    ],
+    ids=lambda value: value if value in ("gemma", "broken", "undefined", "forgetful", "thoughtless", "silent", "unmarked", "torn") else "",
+)  # fmt: skip
+def test_what_a_template_cannot_write_is_told_with_its_place(name, messages, reason):
+    written = {
+        "gemma": template("gemma"),
+        "broken": "{% for message in messages %}\n{{ message.content }{% endfor %}",
+        "undefined": "{% for message in messages %}{{ message.name.first }}{% endfor %}",
+        "forgetful": "{% for message in messages if message.role != 'system' %}{{ message.content }};{% endfor %}",
+        "thoughtless": template("chatml"),
+        "silent": "{% for message in messages if message.role == 'user' %}{{ message.content }};{% endfor %}",
+        "unmarked": "{% generation %}{% endgeneration %}{% for message in messages %}{{ message.content }}{% endfor %}",
+        "torn": template("deepseek_r1").replace("if think_first else ''", ""),
+    }  # fmt: skip
+    with pytest.raises(DataError, match=rf"(?s)\Achats\.jsonl:1: .*{reason}"):
+        encoded("deepseek", None, {"messages": messages}, chat_template=written[name])
+
+
+def test_what_a_template_does_not_know_of_is_not_lost_in_silence():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(DataError, match=r"leaves out the tool 'add'\."):
+        encoded("llama3", "llama3", {"messages": turns("Hi there", "Hello!"), "tools": tools})
+    call = {"role": "assistant", "content": "So: ", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    messages = [*turns("Hi there"), call, {"role": "tool", "content": "4"}, *turns("", "It is four.")[1:]]
+    with pytest.raises(DataError, match=r"leaves out the tool_calls of turn 2\."):
+        encoded("llama3", "llama3", {"messages": messages})
+    with pytest.raises(DataError, match=r"leaves out the content of turn 3 \(tool\)"):
+        encoded("deepseek", "deepseek_r1", {"messages": messages}, loss_on="last_answer")
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
+def test_what_ends_a_turn_is_not_there_twice(name):
+    for messages in (turns("Hi there", "Hello!<|eot_id|>"), turns("Hi there<|eot_id|>", "Hello!")):
+        with pytest.raises(DataError, match=r"turn [12] ends with .*<\|eot_id\|>', but the chat template writes"):
+            encoded("llama3", name, {"messages": messages})
+
+
+@pytest.fixture(scope="module")
+def in_python():
+    """A tokenizer that tells no places of tokens, and adds an eos token to whatever it is called with."""
+    made = ByT5Tokenizer(extra_ids=0)
+    made.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = template("chatml")
+    return made
+
+
+def test_a_tokenizer_in_python_needs_no_offsets(in_python):
+    [[document]], _ = Encoder(in_python, "messages").encode([record({"messages": TALK})])
+    assert learnt(in_python, document) == LEARNT["chatml", "chatml"][0]
+    assert document.tokens.tolist() == in_python.apply_chat_template(TALK)["input_ids"]
+
+
+def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
+    found, _ = Encoder(in_python).encode([record({"text": text}) for text in ("Hi there", "Hi there</s>")])
+    assert [in_python.decode(each[0].tokens) for each in found] == ["Hi there</s>"] * 2
+
+
+@pytest.mark.parametrize(
+    ("source_format", "value", "reason"),
+    [
+        ("text", {"texts": "x"}, r"no field 'text'\. .*texts\. Did you mean 'texts'\?.*fields"),
+        ("text", {"text": 3}, "field 'text' holds 3, a int, but must hold a string"),
+        ("text", {"text": "a\ud800"}, "half of a surrogate pair"),
+        ("messages", {"messages": turns("a\ud800", "b")}, "half of a surrogate pair"),
+        ("messages", {"messages": turns("a", "b"), "tools": "[{"}, "field 'tools' holds a text that is no JSON"),
+        ("messages", {"messages": turns("a", "b"), "tools": [3]}, "'tools' holds .* must hold a list of objects"),
+        ("messages", {"messages": turns("a", "b"), "chat_template_kwargs": [3]}, "must hold an object"),
+        ("prompt_completion", {"prompt": "a"}, "no field 'completion'"),
+        ("prompt_completion", {"prompt": "a", "completion": ""}, "an answer of no tokens: field 'completion' is empty"),
+        ("preference", {"chosen": turns("a", "b"), "rejected": turns("c", "d")}, "cannot be told what .* answer"),
+        ("preference", {"prompt": "z", "chosen": turns("a", "b"), "rejected": turns("a", "d")}, "`prompt` is not the"),
+        ("preference", {"prompt": "a", "chosen": "b"}, "no field 'rejected'"),
+        ("tokens", {"input_ids": "abc"}, "'input_ids' holds 'abc', a str, but must hold a list of token ids"),
+        ("tokens", {"input_ids": [1, 2.5]}, "must hold a list of token ids"),
+        ("tokens", {"input_ids": [1, 99999]}, "token 99999 is none of the tokenizer"),
+        ("tokens", {"input_ids": [1, -1]}, "token -1 is none of the tokenizer"),
+        ("tokens", {"input_ids": [1, 2], "labels": [1]}, "holds 1 values for 2 tokens"),
+        ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 of token 0 .* not moved by one"),
+        ("tokens", {"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2"),
+    ],
+    ids=[
+        "no field",
+        "no string",
+        "half a character",
+        "half a character in a turn",
+        "no json",
+        "no tools",
+        "no variables",
+        "no completion",
+        "empty completion",
+        "no common prompt",
+        "another prompt",
+        "no rejected",
+        "no ids",
+        "no integers",
+        "unknown id",
+        "negative id",
+        "labels of another length",
+        "labels moved by one",
+        "mask of twos",
+    ],
+)
+def test_what_is_wrong_with_a_record_is_told_with_its_place(source_format, value, reason):
+    with pytest.raises(DataError, match=rf"\Achats\.jsonl:1: .*{reason}"):
+        encoded("llama3", "llama3", value, source_format)
+
+
+def test_what_does_not_go_together_is_told_before_a_record_is_read():
+    chosen = tokenizer("llama3", "llama3")
+    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
+        Encoder(tokenizer("llama3", None), "messages")
+    with pytest.raises(ConfigError, match="too_long=split is not for format=preference"):
+        Encoder(chosen, "preference", too_long="split")
+    with pytest.raises(ConfigError, match=r"fields: 'message' is no field of format=messages.*'messages'"):
+        Encoder(chosen, "messages", fields={"message": "chat"})
+    with pytest.raises(ConfigError, match="columns: tools"):
+        Encoder(chosen, "messages", columns=["tools"])
+    with pytest.raises(ConfigError, match=r"chat_template: 'no/such.jinja'"):
+        read_chat_template("no/such.jinja")
+
+
+def test_a_chat_template_may_be_the_path_of_one():
+    path = DIRECTORY / "chatml.jinja"
+    assert read_chat_template(str(path)) == path.read_text(encoding="utf-8")
+    assert read_chat_template("{{ messages }}") == "{{ messages }}"
+
+
+def test_the_template_of_the_examples_needs_no_tokens_of_its_own():
+    path = DIRECTORY.parents[2] / "examples" / "chat.jinja"
+    chosen, text = tokenizer("base", None), read_chat_template(str(path))
+    [[document]], _ = Encoder(chosen, "messages", chat_template=text).encode([record({"messages": TALK})])
+    assert learnt(chosen, document) == [" Hello!<|endoftext|>", " It is four.<|endoftext|>"]
+    assert chosen.decode(document.tokens) == (
+        "Be brief.\n\nQuestion: Hi there\nAnswer: Hello!<|endoftext|>\nQuestion: What is two and two?\n"
+        "Answer: It is four.<|endoftext|>\n"
+    )
+    asked = chosen.apply_chat_template(TALK[:2], chat_template=text, add_generation_prompt=True, tokenize=False)
+    assert chosen.decode(document.tokens).startswith(asked)

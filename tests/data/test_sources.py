@@ -1,0 +1,811 @@
+"""Where examples come from: files of every kind, datasets of Hugging Face, and what is kept of them in the cache."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from support.commands import write_run
+from test_data import prose
+
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.base.validation import validated
+from meshwright.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
+from meshwright.data import progress as progress_module
+from meshwright.data.documents import Documents, DocumentsFile, open_documents
+from meshwright.data.encoding import worker as worker_module
+from meshwright.data.encoding.tokenizing import tokenized, tokenizing
+from meshwright.data.encoding.worker import Worker
+from meshwright.data.reading.json_array import elements
+from meshwright.data.reading.records import Record
+from meshwright.train.plan import plan_run
+from meshwright.train.resume import _differences
+from meshwright.train.run_file import load_run
+
+ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([prose(seed) for seed in range(20)], 320).save_pretrained(directory)
+    return directory
+
+
+def content_of(kind: str, rows: list[dict[str, Any]]) -> bytes:
+    """Objects as a file of some kind holds them."""
+    if kind == "jsonl":
+        return "\n".join(json.dumps(row) for row in rows).encode()
+    if kind == "json":
+        return json.dumps(rows, indent=1, ensure_ascii=False).encode()
+    if kind == "csv":
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().encode()
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer, row_group_size=3)
+    return buffer.getvalue()
+
+
+def compressed(content: bytes, suffix: str) -> bytes:
+    if suffix == ".gz":
+        return gzip.compress(content)
+    # Frames follow each other, as `cat` leaves them.
+    half = len(content) // 2
+    frames = [zstandard.compress(content[:half]), zstandard.compress(content[half:])]
+    return b"".join(frames) if suffix == ".zst" else content
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> SourceConfig:
+    """Write a file of the kind that its name says; a source of it, with a column."""
+    suffix = path.suffix if path.suffix in (".gz", ".zst") else ""
+    kind = path.name.removesuffix(suffix).rpartition(".")[2]
+    path.write_bytes(compressed(content_of(kind, rows), suffix))
+    return SourceConfig(files=str(path), columns=["score"])
+
+
+def config_for(tmp_path: Path, tokenizer_dir: Path, *sources: SourceConfig, **changes: Any) -> DataConfig:
+    values = {"seq_len": 16, "eval_fraction": 0.3, "cache_dir": str(tmp_path / "cache"), **changes}
+    return DataConfig(sources=list(sources), tokenizer=str(tokenizer_dir), **values)
+
+
+def documents_of(data: PreparedData, source: int = 0) -> Documents:
+    found = data.sources[source].train
+    assert found is not None
+    return found
+
+
+# --- kinds of files
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_a_file_of_any_kind_holds_the_same_records(kind: str, suffix: str, tmp_path: Path) -> None:
+    source = write(tmp_path / f"a.{kind}{suffix}")
+    records = list(read_records(source))
+    assert [record.value for record in records] == ROWS
+    assert [record.value["score"] + 1 for record in records] == list(range(1, 8))
+    assert records[2].where.startswith(f"{tmp_path}/a.{kind}{suffix}:")
+    assert list(read_records(source, 5)) == records[5:]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_text_file_is_a_document_also_where_it_is_compressed(suffix: str, tmp_path: Path) -> None:
+    text = "one\r\ntwo" * 1000
+    (tmp_path / f"a.txt{suffix}").write_bytes(compressed(text.encode(), suffix))
+    (record,) = read_records(SourceConfig(files=str(tmp_path / "*")))
+    assert record.value == {"text": text}
+
+
+def test_a_text_file_beside_others_has_its_text_where_they_have_theirs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"body": "of a field"}\n', encoding="utf-8")
+    source = SourceConfig(files=[str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], fields={"text": "body"})
+    assert [record.value for record in read_records(source)] == [{"body": "plain"}, {"body": "of a field"}]
+
+
+def test_places_are_the_lines_where_records_begin(tmp_path: Path) -> None:
+    where = {
+        "a.jsonl": b'{"text": "a"}\n\n{"text": "b"}\n',
+        "a.json": b'[\n{"text":\n "a"},\n\n  {"text": "b"}]',
+        "a.csv": b'text\n"a\nb"\n\nc\n',
+    }
+    for name, content in where.items():
+        (tmp_path / name).write_bytes(content)
+    lines = {name: [1, 3] for name in where} | {"a.json": [2, 5], "a.csv": [2, 5]}
+    for name, expected in lines.items():
+        found = [record.where for record in read_records(SourceConfig(files=str(tmp_path / name)))]
+        assert found == [f"{tmp_path / name}:{line}" for line in expected]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=st.lists(st.dictionaries(st.text(), json_values, max_size=3), max_size=5),
+    indent=st.none() | st.integers(0, 3),
+    ascii_only=st.booleans(),
+    chunk=st.integers(1, 40),
+)
+def test_an_array_is_read_in_pieces_of_any_size(
+    rows: list[Any], indent: int | None, ascii_only: bool, chunk: int
+) -> None:
+    try:
+        content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode()
+    except UnicodeEncodeError:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.data.reading.json_array._CHUNK", chunk)
+        found = list(elements(io.BytesIO(content), Path("a.json"), max_bytes=1 << 20))
+    assert [value for value, _ in found] == rows
+    lines = content.decode().splitlines() if indent is not None and ascii_only else None
+    if lines is not None:
+        assert all(lines[line - 1].lstrip().startswith("{") for _, line in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"text": "a"}', r"a\.json:1: a \.json file must hold an array .*rename it"),
+        ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a\.json:2: not valid JSON \(Expecting ':' delimiter"),
+        ("a.json", b'[{"text": "a"}\n{"text": "b"}]', r"a\.json:2: not valid JSON \(expected ',' or '\]'"),
+        ("a.json", b'[{"text": "a"},\n]', r"a\.json:2: .*a ',' stands before the '\]'"),
+        ("a.json", b'[{"text": "a"}', r"a\.json:1: .*the end of the file"),
+        ("a.json", b'[{"text": "a"},\n{"text": "b', r"a\.json:2: .*Unterminated string"),
+        ("a.json", b'[{"text": "a"}] x', r"a\.json:1: .*expected the end of the file"),
+        ("a.json", b'[{"text": "a"},\n{"text": "\xff"}]', r"a\.json:\d: not valid JSON \(not UTF-8: byte 0xff"),
+        ("a.json", b'[{"text": "a"},\n["b"]]', r"a\.json:2: holds a JSON list"),
+        ("a.json", b"[" * 20_000, r"a\.json:1: not valid JSON"),
+        ("a.csv", b"text,x\na,1\nb\n", r"a\.csv:3: 1 fields, but the header names 2: text, x"),
+        ("a.csv", b"text,text\na,1\n", r"a\.csv:1: the header names a field twice"),
+        ("a.csv", b'text\n"a\n', r"a\.csv:2: no row of a \.csv file"),
+        ("a.csv", b"text\n\xff\n", r"a\.csv:2: not UTF-8: byte 0xff"),
+        ("a.parquet", b"PAR1 no", r"a\.parquet: not a whole \.parquet file, from row 0 on"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: the compressed content is broken or cut off"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"a\.jsonl\.gz: the compressed content is broken"),
+        ("a.jsonl.zst", b"no zstd at all", r"a\.jsonl\.zst: the compressed content is broken or cut off"),
+        (
+            "a.jsonl.zst",
+            zstandard.compress(b'{"text": "a"}\n' * 99)[:-3],
+            r"a\.jsonl\.zst: .*cut off \(a frame .* has no end",
+        ),
+    ],
+    ids=[
+        *(
+            "no array",
+            "no colon",
+            "no comma",
+            "comma at the end",
+            "no bracket",
+            "cut off",
+            "more behind it",
+            "no UTF-8",
+        ),
+        *("list in it", "deep", "csv row", "csv header", "csv quote", "csv no UTF-8", "parquet", "gz", "gz cut off"),
+        *("zst", "zst cut off"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_records(SourceConfig(files=str(tmp_path / name))))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_cut_file_is_not_taken_for_whole(suffix: str, tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": random.Random(n).randbytes(500).hex()}).encode() + b"\n" for n in range(200))
+    whole = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[:-3])
+    with pytest.raises(DataError, match="broken or cut off"):
+        list(read_records(SourceConfig(files=str(tmp_path / f"a.jsonl{suffix}"))))
+
+
+def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
+    read = 0
+
+    class Endless(io.RawIOBase):
+        def read(self, count: int = -1) -> bytes:
+            nonlocal read
+            read += count
+            return b'[{"text": nothing}' + b" " * count
+
+    with pytest.raises(DataError, match=r"a\.json:1: not valid JSON"):
+        list(elements(Endless(), Path("a.json"), max_bytes=1 << 40))  # type: ignore[arg-type]
+    assert read < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_an_example_without_an_end_is_refused_before_memory_is_full(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.data.reading.readers.MAX_BYTES", 1 << 17)
+    begin = {"a.jsonl": b'{"text": "', "a.json": b'[{"text": "', "a.csv": b'text\n"'}[name]
+    (tmp_path / name).write_bytes(begin + b"x" * (1 << 20))
+    with pytest.raises(DataError, match=r":\d: .*131[,_]?072"):
+        list(read_records(SourceConfig(files=str(tmp_path / name))))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.zst", "a.csv", "a.jsonl.gz"])
+def test_memory_of_reading_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
+    peaks = []
+    for count in (20, 1500, 12_000):
+        source = write(
+            tmp_path / name,
+            [{"text": random.Random(number).randbytes(200).hex(), "score": number} for number in range(count)],
+        )
+        tracemalloc.start()
+        assert sum(1 for _ in read_records(source)) == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # The first one imports what is needed; chunks may be larger than the second file.
+    assert peaks[2] < max(1.5 * peaks[1], 3 << 20)
+    assert sum(len(record.value["text"]) for record in read_records(source)) > 4 << 20
+
+
+# --- fields and columns
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, r"a\.jsonl:1: no field 'points', which is to be a column\. Fields that are there: text\."),
+        ({"text": "a", "point": 1}, r"Did you mean 'point'"),
+        ({"text": "a", "points": "1"}, r"a\.jsonl:1: column 'points' holds '1', a str, but must hold a finite number"),
+        ({"text": "a", "points": float("nan")}, r"column 'points' holds nan"),
+        ({"text": "a", "points": 2**63}, r"column 'points' holds 9223372036854775808"),
+        ({"text": "a", "points": [1.0]}, r"column 'points' holds \[1\.0\], a list"),
+        ({"text": "a", "points": None}, r"column 'points' holds None, a NoneType"),
+    ],
+)
+def test_a_column_that_is_no_number_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"), columns=["score"], fields={"score": "points"})
+    with pytest.raises(DataError, match=message):
+        list(read_records(source))
+
+
+def test_cells_of_a_table_of_text_are_numbers_where_a_column_is_to_be(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,score\n1,2\n3,-1e3\n")
+    source = SourceConfig(files=str(tmp_path / "a.csv"), columns=["score"])
+    assert [record.value for record in read_records(source)] == [
+        {"text": "1", "score": 2},
+        {"text": "3", "score": -1000.0},
+    ]
+    (tmp_path / "a.csv").write_text("text,score\n1,two\n")
+    with pytest.raises(DataError, match=r"a\.csv:2: column 'score' holds 'two', a str"):
+        list(read_records(source))
+
+
+def test_columns_go_with_their_documents_and_have_one_type_in_all_sources(tmp_path: Path, tokenizer_dir: Path) -> None:
+    rows = [{"text": prose(number), "score": 1 if number < 20 else 0.5} for number in range(30)]
+    whole, real = write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows)
+    data = prepare(config_for(tmp_path, tokenizer_dir, whole, real))
+    assert dict(data.columns) == {"score": np.float64}
+    assert documents_of(data).columns["score"].dtype == np.int64
+    found = documents_of(data, 1)
+    held_out = data.held_out["held_out"][1]
+    tokenizer = train_tokenizer([prose(seed) for seed in range(20)], 320)
+    expected = {(*tokenizer.encode(row["text"]), tokenizer.eos_token_id): row["score"] for row in rows}
+    for documents in (found, held_out):
+        texts = np.split(documents.tokens, documents.ends[:-1])
+        assert [expected.pop(tuple(text.tolist())) for text in texts] == documents.columns["score"].tolist()
+    assert not expected
+
+
+def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -> None:
+    rows = [
+        {"input_ids": list(range(2, 4 + number)), "labels": [-100, 3, *range(4, 4 + number)], "w": [0.5] * (2 + number)}
+        for number in range(6)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens", columns=["w"])
+    data = prepare(config_for(tmp_path, tokenizer_dir, source))
+    documents = documents_of(data)
+    assert len(documents.columns["w"]) == len(documents.tokens)
+    assert documents.labelled is not None
+    assert not documents.labelled[np.r_[0, documents.ends[:-1]]].any()
+    assert documents.labelled.sum() == len(documents.tokens) - len(documents)
+    rows[3]["w"] = 1.0  # type: ignore[assignment]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match="column 'w' has one number an example in some, and one for each token"):
+        prepare(config_for(tmp_path, tokenizer_dir, source))
+
+
+# --- datasets of Hugging Face
+
+
+def saved(directory: Path, rows: list[dict[str, Any]] = ROWS, *, splits: bool = False) -> Path:
+    dataset = datasets.Dataset.from_list(rows)
+    kept = datasets.DatasetDict({"train": dataset, "test": dataset.select(range(2))}) if splits else dataset
+    kept.save_to_disk(str(directory))
+    return directory
+
+
+def test_a_saved_dataset_has_the_tokens_of_the_same_rows_in_a_file(tmp_path: Path, tokenizer_dir: Path) -> None:
+    from_file = prepare(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
+    one = SourceConfig(dataset=str(saved(tmp_path / "one")), columns=["score"])
+    many = SourceConfig(dataset=str(saved(tmp_path / "many", splits=True)), columns=["score"])
+    for source in (one, many):
+        data = prepare(config_for(tmp_path, tokenizer_dir, source))
+        assert data.fingerprint == from_file.fingerprint
+        assert data.directory != from_file.directory
+    test = SourceConfig(dataset=str(tmp_path / "many"), split="test")
+    assert [record.where for record in read_records(test)] == [f"{tmp_path}/many[test]:{row}" for row in range(2)]
+
+
+def test_a_directory_of_data_files_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.parquet")
+    (record, *rest) = read_records(SourceConfig(dataset=str(tmp_path / "files")))
+    assert record.value == ROWS[0]
+    assert len(rest) == len(ROWS) - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split": "trian"}, r"split='trian': .*many has no such split\. Did you mean 'train'.* It has train, test"),
+        ({"name": "en"}, r"name='en' is a configuration of a dataset, but .*many was saved without any"),
+        ({"revision": "main"}, r"revision='main' is of a dataset of the hub, but .*many is a directory"),
+        ({"dataset": "/nowhere/at/all"}, r"dataset '/nowhere/at/all' is no directory"),
+    ],
+)
+def test_what_a_saved_dataset_has_not_is_named(changes: dict[str, str], message: str, tmp_path: Path) -> None:
+    saved(tmp_path / "many", splits=True)
+    with pytest.raises(DataError, match=message):
+        list(read_records(SourceConfig(**{"dataset": str(tmp_path / "many"), **changes})))  # type: ignore[arg-type]
+
+
+def test_a_dataset_in_a_directory_with_brackets_is_read(tmp_path: Path) -> None:
+    for kind in ("files", "saved"):
+        place = tmp_path / f"{kind}[1]"
+        if kind == "saved":
+            saved(place, splits=False)
+        else:
+            place.mkdir()
+            (place / "train.jsonl").write_text('{"text": "one"}\n')
+        assert list(read_records(SourceConfig(dataset=str(place))))
+
+
+def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(tmp_path: Path) -> None:
+    code = (
+        "from meshwright.data import SourceConfig, read_records\n"
+        "list(read_records(SourceConfig(dataset='nobody/nothing', revision='v1')))"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "DataError: the dataset 'nobody/nothing' at revision 'v1' cannot be had from the hub" in done.stderr
+    assert "save it with `save_to_disk`" in done.stderr
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, source in (
+        ("zstandard", write(tmp_path / "a.jsonl.zst")),
+        ("pyarrow.parquet", write(tmp_path / "a.parquet")),
+        ("datasets", SourceConfig(dataset=str(saved(tmp_path / "one")))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(DataError, match=r"needs the package \w+, .*pip install -e '\.\[data\]'"):
+                list(read_records(source))
+
+
+# --- the cache
+
+
+def left_in(cache: Path) -> list[str]:
+    return sorted({path.suffix for path in cache.glob("*/*")})
+
+
+def test_a_broken_line_in_the_midst_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer_dir: Path) -> None:
+    lines = [json.dumps({"text": prose(number % 40)}) for number in range(4000)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([*lines[:3210], '{"text": "cut o', *lines[3210:]]))
+    config = config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(path)))
+    with pytest.raises(DataError, match=r"a\.jsonl:3211: not valid JSON"):
+        prepare(config)
+    assert left_in(tmp_path / "cache") == [".lock"]
+    path.write_text("\n".join(lines))
+    assert prepare(config).documents == 4000
+
+
+@pytest.mark.parametrize("rows", [9, 1])
+def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
+    rows: int, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "a.jsonl")
+
+    def meddle(*args: Any) -> Any:
+        # One record alone would be an error of its own.
+        (tmp_path / "a.jsonl").write_text('{"text": "other", "score": 1}\n' * rows)
+        return tokenized(*args)
+
+    monkeypatch.setattr("meshwright.data.entry.tokenized", meddle)
+    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
+        prepare(config_for(tmp_path, tokenizer_dir, source))
+    assert left_in(tmp_path / "cache") == [".lock"]
+
+
+def test_what_is_held_out_of_a_source_is_part_of_its_entry(tmp_path: Path, tokenizer_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl")
+    some = prepare(config_for(tmp_path, tokenizer_dir, source))
+    most = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=0.8))
+    assert len(documents_of(some)) > len(documents_of(most))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"columns": ["score"]}, {"seq_len": 8}, {"too_long": "cut"}, {"fields": {"text": "note"}}]
+)
+def test_what_is_made_of_records_is_part_of_the_entry(
+    changes: dict[str, Any], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    write(tmp_path / "a.jsonl")
+    entries = []
+    for values in ({}, changes):
+        of_source = {name: value for name, value in values.items() if name in SourceConfig.model_fields}
+        source = SourceConfig(files=str(tmp_path / "a.jsonl"), **of_source)
+        rest = {name: value for name, value in values.items() if name not in of_source}
+        entries.append(prepare(config_for(tmp_path, tokenizer_dir, source, packing="documents", **rest)))
+    assert entries[0].directory != entries[1].directory
+    assert documents_of(entries[0]).arrays().keys() <= documents_of(entries[1]).arrays().keys()
+    assert entries[0].fingerprint != entries[1].fingerprint
+
+
+def test_an_entry_that_has_lost_what_says_which_tokens_are_learnt_is_made_anew(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    rows = [{"input_ids": [number, 5, 6], "labels": [-100, -100, 6]} for number in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens"))
+    first = prepare(config)
+    (first.directory / "train.labelled.npy").unlink()
+    labelled = documents_of(prepare(config)).labelled
+    assert labelled is not None
+    assert labelled.sum() * 3 == len(labelled)
+
+
+def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+    real = prepare.__globals__["find_entry"].__globals__["_build"]
+    monkeypatch.setattr("meshwright.data.entry._build", lambda *args: (built.append(args[1].config.place), real(*args)))
+    sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("abc")]
+    config = config_for(tmp_path, tokenizer_dir, *sources)
+    before = prepare(config)
+    assert built == [source.place for source in sources]
+    write(tmp_path / "b.jsonl", ROWS[2:])
+    after = prepare(config)
+    assert built[3:] == [sources[1].place]
+    changed = [a.fingerprint != b.fingerprint for a, b in zip(before.sources, after.sources, strict=True)]
+    assert changed == [False, True, False]
+    assert before.fingerprint != after.fingerprint
+    assert after.documents == 7 + 5 + 5
+
+
+def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    first, second = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[1:])
+    found = [
+        prepare(config_for(tmp_path, tokenizer_dir, *sources)).fingerprint
+        for sources in ((first, second), (second, first), (first,))
+    ]
+    assert len(set(found)) == 3
+    plain = config_for(tmp_path, tokenizer_dir, SourceConfig(files=first.files))
+    short = plain.model_copy(update={"sources": None, "corpus": first.files})
+    assert prepare(short).fingerprint == prepare(plain).fingerprint
+    assert prepare(short).directory == prepare(plain).directory
+
+
+def test_a_run_that_goes_on_is_told_which_of_its_sources_has_changed(tmp_path: Path, tokenizer_dir: Path) -> None:
+    sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("ab")]
+    config = load_run(write_run(tmp_path))
+    plans = []
+    for trained_on in (sources, sources, sources[:1], None):
+        changed = {"data": config_for(tmp_path, tokenizer_dir, *trained_on)} if trained_on else {}
+        plans.append(plan_run(config.model_copy(update=changed), 1).identity)
+        if len(plans) == 1:
+            write(tmp_path / "b.jsonl", ROWS[2:])
+    assert _differences(plans[0], plans[1]) == ["data.fingerprint", "data.sources.1"]
+    # Of one source it is as before there were several.
+    assert list(plans[2]["data"]) == list(plans[3]["data"]) == ["fingerprint", "seq_len"]
+
+
+def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    source, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[:3])
+    sets = {"small": other, "both": [other, source]}
+    data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=0, eval_sets=sets))
+    assert len(documents_of(data)) == 7
+    assert lengths_of(data) == {"small": [3], "both": [3, 7]}
+    data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_sets=sets))
+    (held_out,) = lengths_of(data)["held_out"]
+    assert lengths_of(data) == {"held_out": [held_out], "small": [3], "both": [3, 7]}
+    assert len(documents_of(data)) + held_out == 7
+
+
+def lengths_of(data: PreparedData) -> dict[str, list[int]]:
+    return {name: [len(each) for each in found] for name, found in data.held_out.items()}
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
+def test_the_two_of_a_pair_stay_together(
+    fraction: float, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 40)
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
+    data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
+    sides = [documents_of(data), *data.held_out["held_out"]]
+    assert data.group == sides[0].group == sides[1].group == 2
+    assert sum(map(len, sides)) == 16
+    assert all(len(side) and len(side) % 2 == 0 for side in sides)
+    for side in sides:
+        pairs = side.columns["m"].reshape(-1, 2)
+        assert (pairs[:, 0] == pairs[:, 1]).all()
+    # Equal examples are on one side, whatever else is said of them.
+    other = [{**row, "m": 9 - row["m"], "id": "x"} for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, other)))
+    again = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
+    assert documents_of(again).tokens.tolist() == sides[0].tokens.tolist()
+
+
+chunks = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=chunks, data=st.data())
+def test_documents_that_are_taken_out_again_take_along_what_belongs_to_them(
+    lengths: list[list[int]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("documents")
+    file = DocumentsFile(directory, "train", np.dtype(np.uint16), ("one", "each"))
+    expected: list[tuple[Any, ...]] = []
+    for number, chunk in enumerate(lengths):
+        tokens = np.arange(sum(chunk)) + 10 * number
+        learnt = data.draw(st.none() | st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+        one = np.array(chunk) * (0.5 if data.draw(st.booleans()) else 1)
+        ends = np.cumsum(chunk)
+        labelled = None if learnt is None else np.array(learnt)
+        file.append(Documents(tokens, ends, labelled, {"one": one, "each": tokens * 2}))
+        for place, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
+            marks = [True] * (stop - start) if learnt is None else learnt[start:stop]
+            expected.append((tokens[start:stop].tolist(), marks, float(one[place]), (tokens[start:stop] * 2).tolist()))
+    first = data.draw(st.integers(0, len(expected) - 1))
+    last = data.draw(st.integers(first + 1, len(expected)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.data.arrayfile._CHUNK", 3)
+        taken = file.take_out(first, last)
+    file.close()
+    assert each_of(taken) == expected[first:last]
+    assert each_of(open_documents(directory, "train", ("one", "each"), 1)) == expected[:first] + expected[last:]
+
+
+def each_of(documents: Documents) -> list[tuple[Any, ...]]:
+    found = []
+    for place, (start, stop) in enumerate(zip([0, *documents.ends], documents.ends, strict=False)):
+        marks = np.ones(stop - start, bool) if documents.labelled is None else documents.labelled[start:stop]
+        each, one = documents.columns["each"][start:stop], documents.columns["one"][place]
+        found.append((documents.tokens[start:stop].tolist(), marks.tolist(), float(one), each.tolist()))
+    return found
+
+
+# --- processes
+
+
+def test_processes_make_the_same_documents_as_this_one(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 2000)
+    here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 6000)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 2)
+    there = prepare(config_for(tmp_path, tokenizer_dir, source))
+    assert there.sources[0].counts == here.sources[0].counts
+    for name, array in documents_of(here).arrays().items():
+        np.testing.assert_array_equal(array, documents_of(there).arrays()[name])
+    assert there.fingerprint == here.fingerprint
+    assert not subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright.data.encoding.worker"], capture_output=True
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([5], r"here:3: field 'text' holds 5"),
+        (["kill"], r"a process that tokenizes ended unexpectedly \(exit code -9\)"),
+    ],
+)
+def test_what_goes_wrong_in_a_process_is_told_here(
+    texts: list[Any], message: str, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 1)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 1)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 1)
+    tokenizer = train_tokenizer(["a b"], 257)
+    source = SourceConfig(files="unused")
+    records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]
+    if texts == ["kill"]:
+        monkeypatch.setattr(Worker, "call", killed)
+    with pytest.raises(DataError, match=message):
+        list(tokenized(records, tokenizing(source, DataConfig(sources=[source]), 0.0), tokenizer))
+
+
+def test_half_an_answer_is_none() -> None:
+    whole = io.BytesIO()
+    worker_module._send(whole, (False, "an answer"))
+    assert worker_module._receive(io.BytesIO(whole.getvalue())) == (False, "an answer")
+    for length in range(len(whole.getvalue())):
+        with pytest.raises(EOFError):
+            worker_module._receive(io.BytesIO(whole.getvalue()[:length]))
+
+
+def killed(worker: Worker, argument: Any) -> Any:
+    """As the system ends a process when memory runs out."""
+    worker._process.kill()
+    return worker._ask(argument)
+
+
+# --- progress
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_alone(
+    terminal: bool, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(progress_module, "CONSOLE", Console(file=shown, force_terminal=terminal, width=100))
+    prepare(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
+    assert ("tokenizing" in shown.getvalue()) == terminal
+
+
+# --- what a run file may say
+
+TEXT = {"files": "a.jsonl"}
+CHAT = {"files": "a.jsonl", "format": "messages"}
+PAIRS = {"files": "a.jsonl", "format": "preference"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sources": [TEXT], "corpus": "b.txt"}, "corpus='b.txt' is the short form of one source"),
+        ({"sources": [TEXT], "text_field": "b"}, "text_field='b' is the short form of one source"),
+        ({"sources": []}, "at least 1 item"),
+        ({"sources": [{}]}, "give either files or dataset"),
+        ({"sources": [{"files": "a", "dataset": "b"}]}, "give either files or dataset"),
+        ({"sources": [{"files": " "}]}, "names no files"),
+        ({"sources": [{**TEXT, "split": "test"}]}, "split is of a dataset, and these are files"),
+        ({"sources": [{**TEXT, "revision": "main"}]}, "revision is of a dataset"),
+        ({"sources": [{"files": "stdlib", "format": "tokens"}]}, "'stdlib' is read as text, messages or"),
+        ({"sources": [{**TEXT, "fields": {"txt": "b"}}]}, "fields: 'txt' is nothing that format=text reads.*'text'"),
+        ({"sources": [{**TEXT, "columns": ["labels"]}]}, "columns: 'labels' is empty, given twice, or the name"),
+        ({"sources": [{**TEXT, "columns": ["a", "a"]}]}, "columns: 'a' is empty, given twice"),
+        ({"sources": [{**TEXT, "weight": 2.0}]}, "weight has no use: there is one source"),
+        ({"sources": [{**TEXT, "weight": 2.0}, TEXT]}, "weight is given for some sources"),
+        ({"sources": [{**TEXT, "weight": 0.0}, {**TEXT, "weight": 1.0}]}, "weight: .*greater than 0"),
+        ({"sources": [TEXT, {**TEXT, "columns": ["a"]}]}, "sources.1 .* has columns .*'a'.*, but sources.0 has"),
+        ({"sources": [TEXT, PAIRS]}, "pairs and single examples do not go into one run"),
+        (
+            {"sources": [{**TEXT, "streaming": True}]},
+            "eval_fraction=0.05 holds out nothing of a source that is read while",
+        ),
+        ({"sources": [TEXT], "eval_fraction": 0}, "leaves nothing to evaluate on"),
+        ({"sources": [TEXT], "eval_sets": {"held_out": TEXT}}, "the name of what is held out of the sources"),
+        ({"sources": [TEXT], "eval_sets": {"a": []}}, "eval_sets: 'a' is empty"),
+        ({"sources": [TEXT], "eval_sets": {"a": {**TEXT, "weight": 1.0}}}, "weight has no use in a set to evaluate on"),
+        ({"sources": [TEXT], "eval_sets": {"a": PAIRS}}, r"eval_sets\.a .* do not go into one run"),
+        ({"sources": [CHAT], "packing": "stream"}, "packing=stream cuts examples anywhere.*messages"),
+        ({"sources": [PAIRS], "packing": "documents"}, "packing=documents: the two of a pair"),
+        ({"sources": [TEXT], "too_long": "cut"}, "too_long=cut has no use with packing=stream"),
+        ({"sources": [CHAT], "too_long": "split"}, "too_long=split would part answers from what they answer"),
+        ({"sources": [TEXT], "loss_on": "all"}, "loss_on has no use: all sources are text"),
+        ({"chat_template": "x"}, "chat_template has no use: all sources are text"),
+        (
+            {"sources": [{**TEXT, "streaming": True}, TEXT]},
+            "streaming: true has no known number of rows, so several sources need a weight each",
+        ),
+    ],
+)
+def test_what_sources_do_not_go_together_with_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validated(DataConfig, values, where="data")
+
+
+def test_what_null_stands_for_follows_from_the_formats() -> None:
+    def kinds(*sources: dict[str, Any], **values: Any) -> tuple[str, Any]:
+        config = validated(DataConfig, {"sources": list(sources), **values}, where="data")
+        return config.packing_kind(), config.too_long_for(sources[0].get("format", "text"))
+
+    assert kinds(TEXT) == ("stream", None)
+    assert kinds(TEXT, packing="documents") == ("documents", "split")
+    assert kinds(CHAT) == kinds(CHAT, TEXT) == ("documents", "error")
+    assert kinds(TEXT, CHAT) == ("documents", "split")
+    assert kinds(PAIRS) == ("none", "error")
+    assert kinds(TEXT, eval_sets={"a": CHAT}) == ("documents", "split")
+    assert DataConfig().training_sources() == [SourceConfig(files="stdlib")]
+
+
+@pytest.mark.parametrize(
+    ("write_one", "config", "message"),
+    [
+        (lambda path: path.write_text("a"), {"format": "messages"}, "format=messages is read from objects with fields"),
+        (lambda path: path.write_text("a"), {"columns": ["score"]}, ".txt files have no fields such as 'score'"),
+    ],
+)
+def test_a_text_file_has_no_fields(
+    write_one: Callable[[Path], object], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_one(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=message):
+        list(read_records(SourceConfig(files=str(tmp_path / "a.txt"), **config)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "is empty: it holds no example"), ('{"text": ""}\n', "is empty"), ('{"text": "a"}', "holds 1 document")],
+)
+def test_an_empty_source_is_named(content: str, message: str, tmp_path: Path, tokenizer_dir: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=f"a.jsonl' {message}"):
+        prepare(config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(tmp_path / "a.jsonl"))))
+
+
+@pytest.mark.parametrize(
+    ("format_", "record"),
+    [
+        ("prompt_completion", {"prompt": "x" * 400, "completion": "y"}),
+        ("preference", {"prompt": "x" * 400, "chosen": "y", "rejected": "z"}),
+    ],
+)
+def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(
+    format_: Any, record: dict[str, str], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"), format=format_)
+    with pytest.raises(DataError) as caught:
+        prepare(config_for(tmp_path, tokenizer_dir, source, too_long="cut"))
+    assert "is empty" not in str(caught.value)
+    assert "a.jsonl' holds 3 records, and in none of them is anything learnt within seq_len=16" in str(caught.value)
+    assert "Set data.seq_len to more than 16" in str(caught.value)
+
+
+def test_a_tokenizer_is_trained_on_sources_of_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens")
+    with pytest.raises(ConfigError, match=r"\(format=tokens\) needs a tokenizer: the model's own, or data\.tokenizer"):
+        prepare(DataConfig(sources=[source], cache_dir=str(tmp_path)))

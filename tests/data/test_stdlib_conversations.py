@@ -1,0 +1,130 @@
+"""Conversations of Python's own library: what is asked, what is answered, and always the same."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from support.chat_templates import learnt, record, tokenizer
+
+from meshwright.base.errors import DataError
+from meshwright.data.config import SourceConfig
+from meshwright.data.encoding.examples import Encoder
+from meshwright.data.reading.records import read_records
+from meshwright.data.reading.stdlib import library_records
+
+ROOT = Path(sysconfig.get_paths()["stdlib"])
+SOURCE = '''"""A module.
+
+It has a second paragraph, which is read since the first one is short: what is asked for is to be worth an answer.
+"""
+
+def first(a, /, *, b=1):
+    """Do this
+    and that, at some length, so that nothing more is needed to make it an answer of its own.
+
+    More than is needed.
+    """
+
+def _private():
+    """Not shown."""
+
+def first():
+    """The other platform's."""
+
+class Thing:
+    """A thing which
+    is here.
+
+        >>> Thing()
+    """
+
+    def act(self, b):
+        """Act.
+
+        >>> Thing().act(1)
+        """
+
+    async def wait(self, *, long=True):
+        """Wait for the thing."""
+
+class _Hidden:
+    def shown(self):
+        """Not shown either."""
+'''
+
+
+def found(source, module="pack/mod.py", source_format="messages"):
+    return list(library_records(source, ROOT / module, source_format))
+
+
+def test_docstrings_answer_questions_about_their_names():
+    values = found(SOURCE)
+    answers = {where: value["messages"][1]["content"] for value, where in values}
+    assert answers == {
+        "pack/mod.py:1": "A module.\n\nIt has a second paragraph, which is read since the first one is short: what is "
+        "asked for is to be worth an answer.",
+        "pack/mod.py:6": "Do this and that, at some length, so that nothing more is needed to make it an answer of its "
+        "own.",
+        "pack/mod.py:19": "A thing which is here.",
+        "pack/mod.py:32": "Wait for the thing.",
+    }
+    questions = [value["messages"][0]["content"] for value, _ in values]
+    for question, name in zip(
+        questions, ("pack.mod", "pack.mod.first", "pack.mod.Thing", "pack.mod.Thing.wait"), strict=True
+    ):
+        assert name in question
+        assert "self" not in question
+
+
+def test_the_wording_hangs_on_the_name_alone():
+    def questions(source):
+        return {where: value["messages"][0]["content"] for value, where in found(source)}
+
+    assert questions(SOURCE) == questions(SOURCE.replace("A thing which", "Some thing that"))
+    many = "".join(f"def f{n}():\n    '''Does what is to be done.'''\n" for n in range(60))
+    wordings = {text.replace(f"pack.mod.f{n}", "X") for n, text in enumerate(questions(many).values())}
+    assert wordings == {
+        "What does X do?",
+        "What does X() do?",
+        "In Python, what is X for?",
+        "Explain X().",
+        "Tell me what X does.",
+    }
+
+
+def test_topics_of_the_reference_are_read_and_private_modules_are_not():
+    topics = (
+        "topics = {'assert': 'The \"assert\" statement\\n**********************\\n\\nIt states what must hold.\\n'}\n"
+    )
+    [(value, _)] = found(topics, "pydoc_data/topics.py")
+    assert value["messages"][1]["content"] == "It states what must hold."
+    assert found(SOURCE, "pack/_mod.py") == []
+    assert found("def f(:\n", "pack/mod.py") == []
+    [(value, _)] = found('def join(a, *p):\n    """Join two or more."""\n', "posixpath.py")
+    assert "os.path.join" in value["messages"][0]["content"]
+
+
+def test_prompts_and_completions_are_made_as_well():
+    values = found(SOURCE, source_format="prompt_completion")
+    both = [(v["messages"][0]["content"] + "\n", v["messages"][1]["content"]) for v, _ in found(SOURCE)]
+    assert [(value["prompt"], value["completion"]) for value, _ in values] == both
+
+
+def test_a_source_of_conversations_is_the_library():
+    chosen = tokenizer("llama3", "llama3")
+    records = []
+    for each in read_records(SourceConfig(files="stdlib", format="messages")):
+        records.append(each)
+        if len(records) == 200:
+            break
+    documents, counts = Encoder(chosen, "messages").encode(records)
+    assert (counts.records, counts.documents) == (200, 200)
+    for one, [document] in zip(records, documents, strict=True):
+        answer = one.value["messages"][1]["content"]
+        assert learnt(chosen, document) == [f"{answer}<|eot_id|>"]
+    with pytest.raises(ValueError, match="'stdlib' is read as text, messages or prompt_completion"):
+        SourceConfig(files="stdlib", format="preference")
+    with pytest.raises(DataError, match="no field"):
+        Encoder(chosen, "messages").encode([record({"text": "x"})])

@@ -1,0 +1,65 @@
+"""What `benchmarks/` measures about surviving can be measured: each script comes to its numbers, with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.starts import clean
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TINY = ("--hidden", "64", "--layers", "1", "--seq", "16", "--rounds", "7", "--warmup", "1")
+
+
+def measured(script: str, *arguments: str, file: Path) -> dict[str, Any]:
+    """What a script has written."""
+    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean(), timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(file.read_text())
+    # Seconds mean nothing without the machine that they were measured on.
+    assert {"command", "date", "versions", "cpu"} <= found.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "contest", "told"),
+    [
+        (("watchdog.py", "--watchdog", "3"), "watched", {"watchdog_s": 3.0}),
+        (("verifying.py", "--every", "2"), "verified", {"verify_every": 2, "strategy": "ddp"}),
+        (("verifying.py", "--every", "2", "--strategy", "fsdp2"), "verified", {"strategy": "fsdp2"}),
+        (("eyes.py", "--trackers", "tensorboard"), "eyes", {}),
+    ],
+    ids=["watchdog", "verifying ddp", "verifying fsdp2", "eyes"],
+)
+def test_a_contest_is_held_and_both_sides_train_alike(
+    script: tuple[str, ...], contest: str, told: dict[str, Any], tmp_path: Path
+) -> None:
+    found = measured(*script, *TINY, file=tmp_path / "found.json")
+    ratios = found["strategies"][contest]
+    # Watching changes no number, and takes time.
+    assert ratios["largest_relative_disagreement"] == 0.0
+    assert set(ratios["median_step_s"]) == {"raw A", "ours", "raw B"}
+    assert min(ratios["median_step_s"].values()) > 0
+    assert {key: found[key] for key in told} == told
+
+
+def test_what_a_copy_costs_is_told_beside_steps_without(tmp_path: Path) -> None:
+    found = measured("copies.py", "--steps", "12", file=tmp_path / "found.json")["steps"]
+    assert found["copied"] + found["left_out"] == 6
+    assert found["state_bytes_per_rank"] > 1e6
+    assert min(found["after_none_s"], found["after_copy_s"], found["held_up_s"]) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
+def test_the_time_from_a_death_to_the_next_step_is_told(tmp_path: Path) -> None:
+    found = measured("restarts.py", "--rounds", "1", "--deaths", "1", file=tmp_path / "found.json")["seconds"]
+    assert {"torchrun alone", "meshwright train, from memory", "meshwright train, from disk"} < found.keys()
+    for told in found.values():
+        # What ends within 0.3 s of a death was under way, and is not counted.
+        assert told["deaths"] == 1
+        assert 0.3 < told["median"] == told["worst"]

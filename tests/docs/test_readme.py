@@ -1,0 +1,197 @@
+"""What the documents print is true: code blocks run, the example is the file, named tests and paths exist."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshwright import get_registry
+from meshwright.base.validation import validated
+from meshwright.data.tokenizer import train_tokenizer
+from meshwright.testing import Case, pool
+from meshwright.testing.case import Outcome, share
+from meshwright.testing.models import tiny_model
+from meshwright.testing.parity import build_manager, difference, reference, train_case
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_loop_of_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8")
+    assert example.split('"""\n\n', 1)[1] == BLOCKS[0]
+
+
+def test_the_loop_runs_and_the_loss_falls() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "loop.py"], capture_output=True, text=True, timeout=120, check=True
+    )
+    losses = [float(line.split()[3]) for line in run.stdout.splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+
+def _minimized_as_in_the_readme() -> tuple[float, float]:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[1], names)
+    manager = build_manager("fsdp2", {}, {"cp_size": 2}, Case())
+    batch = share(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
+    loss, entropy = names["step"](manager, batch, torch.ones(batch["labels"].shape, dtype=torch.float64))
+    return float(loss), float(entropy)
+
+
+def test_an_objective_is_minimized_as_the_readme_does_it() -> None:
+    for loss, entropy in pool(2).run(_minimized_as_in_the_readme):
+        # Ratios are 1, so that the loss is minus the mean advantage.
+        assert loss == pytest.approx(-1.0, abs=1e-12)
+        assert 4.0 < entropy < 4.9
+
+
+def _load_as_in_the_readme(path: str) -> tuple[str, str]:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[2].replace("path/to/model", path).replace("open_world()", "open_world('cpu')"), names)
+    return str(names["manager"].mesh.degrees), str(next(names["manager"].model_parts[0].parameters()).dtype)
+
+
+def test_a_pretrained_model_is_loaded_as_the_readme_does_it(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    for degrees, dtype in pool(2).run(_load_as_in_the_readme, str(tmp_path)):
+        assert "tp=2" in degrees.replace(" ", "")
+        assert dtype == "torch.bfloat16"
+
+
+def _train_as_in_the_readme(directory: str) -> list[float]:
+    names: dict[str, Any] = {}
+    options = f'output_dir="{directory}/out", max_steps=3, logging_steps=1, use_cpu=True, bf16=False, report_to=[]'
+    source = BLOCKS[3].replace('output_dir="out"', options).replace("2048", "32")
+    exec(
+        source.replace("path/to/model", f"{directory}/model").replace("chats.jsonl", f"{directory}/chats.jsonl"), names
+    )
+    return [each["loss"] for each in names["trainer"].state.log_history if "loss" in each]
+
+
+def test_a_trainer_of_trl_trains_as_the_readme_does_it(tmp_path: Path) -> None:
+    texts = ["".join(chr(97 + (row * place) % 26) for place in range(40)) for row in range(24)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    train_tokenizer(texts, 257).save_pretrained(tmp_path / "model")
+    model = tiny_model()
+    model.resize_token_embeddings(257)
+    model.save_pretrained(tmp_path / "model")
+    losses, others = pool(2).run(_train_as_in_the_readme, str(tmp_path))
+    assert len(losses) == 3
+    assert losses == others
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(trained.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def _parity_of_block(source: str, case: Case) -> Outcome:
+    plugin = types.ModuleType("plain_plugin")
+    exec(compile(source, "README.md", "exec"), plugin.__dict__)
+    if "plain" not in get_registry().strategies:
+        get_registry().register(plugin, name="plain_plugin")
+    return train_case("plain", {}, {}, case)
+
+
+@pytest.mark.parametrize(
+    "case_of_the_readme",
+    [Case(microbatches=3, tied=True), Case(model_type="routed", route="ranks"), Case(frozen=("*proj*",))],
+)
+def test_the_strategy_of_the_readme_reaches_parity(case_of_the_readme: Case) -> None:
+    case = case_of_the_readme
+    found = difference(pool(4).run(_parity_of_block, BLOCKS[4], case), reference(case))
+    assert found.worst <= 1e-9, found
+
+
+def test_the_test_of_the_readme_tries_every_cell() -> None:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[5].replace('"plain"', '"ddp"'), names)
+    (mark,) = names["test_conformance"].pytestmark
+    cells = mark.args[1]
+    assert list(map(str, cells)) == list(map(str, names["conformance"]("ddp")))
+    names["test_conformance"](cells[0])
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("adapters", "clusters", "data", "fit", "optimizers"))]
+)
+def test_run_files_that_documents_print_are_valid(document: str) -> None:
+    from meshwright.train.run_file import RunConfig
+
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    blocks += map(textwrap.dedent, re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, flags=re.MULTILINE))
+    found = [values for block in blocks if isinstance(values := _parsed(block), dict)]
+    found = [values for values in found if values.keys() & RunConfig.model_fields.keys()]
+    assert found
+    for values in found:
+        rest = {"model": {"model_type": "llama"}, "batch_size": 8, **({} if "epochs" in values else {"steps": 9})}
+        validated(RunConfig, {**rest, **values}, where=document)
+
+
+def _parsed(block: str) -> Any:
+    from meshwright.files.parsing import parse_yaml
+
+    try:
+        return parse_yaml(block)
+    except ValueError:
+        # Commands and Python.
+        return None
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/README.md")
+        for path in sorted(ROOT.glob(pattern))
+    ],
+)
+def test_linked_paths_exist(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\((?!https:)([^)#]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("plugin", ["fsdp2", "ddp", "megatron_fsdp", "pipeline"])
+def test_option_tables_name_every_option_and_tests_that_exist(plugin: str) -> None:
+    from meshwright import get_strategy
+
+    table = (ROOT / "plugins" / plugin / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ((?:`test_\w+`(?:, )?)+) \|$", table, flags=re.MULTILINE)
+    assert {option for option, _ in rows} == set(get_strategy(plugin).config_cls.model_fields)
+    sources = "".join(p.read_text() for p in [*ROOT.glob("tests/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")])
+    for _, tests in rows:
+        for test in re.findall(r"test_\w+", tests):
+            assert f"def {test}(" in sources, test
+
+
+def test_install_lines_name_extras_and_files_that_there_are_and_no_plugin_twice() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    places = [*(ROOT.glob(each) for each in ("*.md", "docs/**/*.md", "plugins/*/README.md")), ROOT.glob("core/**/*.py")]
+    lines = [
+        line
+        for path in sorted(itertools.chain(*places))
+        for line in re.findall(r"pip install [^`\n\"]*?-e '?\.\[?[^`\n\"]*", path.read_text(encoding="utf-8"))
+    ]
+    assert len(lines) >= 12
+    for line in lines:
+        named = re.search(r"-e '?\.\[(.*?)\]", line)
+        for extra in named[1].split(",") if named and "{" not in named[1] else ():
+            assert extra in extras, line
+        # pip takes what an extra names and what is named by its place for two, and refuses.
+        assert not (named and re.findall(r"-e '?plugins/", line)), line
+        for place in re.findall(r"-e '?(plugins/\w+)", line):
+            assert (ROOT / place / "pyproject.toml").is_file(), line

@@ -1,0 +1,274 @@
+"""What is released: one version everywhere, whole wheels, and an index that pip resolves ours from;
+as docs/releasing.md says."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import release
+
+ROOT = Path(__file__).parents[2]
+ALL = release.distributions()
+RUN = """
+strategy: {strategy}
+threads_per_rank: 1
+model: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}}
+data: {{corpus: texts.jsonl, vocab_size: 300, seq_len: 16, eval_fraction: 0.1}}
+steps: 2
+batch_size: 4
+micro_batch_size: 2
+sample: null
+output_dir: out
+"""
+
+
+# -- one version
+
+
+def _tree(directory: Path) -> Path:
+    """The files of the project that state its version, in another place."""
+    for path in {path for path, _, _ in release.stated()} | {ROOT / "CHANGELOG.md"}:
+        copy = directory / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    return directory
+
+
+def test_all_distributions_state_one_version() -> None:
+    assert release.differences() == []
+    stating = {path for path, _, _ in release.stated()}
+    assert {each.directory / "pyproject.toml" for each in ALL} <= stating
+    assert ROOT / "CITATION.cff" in stating
+
+
+def test_a_version_is_set_everywhere(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    before = len(list(release.stated(tree)))
+    release.set_version("3.1.0rc2", tree)
+    assert release.differences(tree) == []
+    found = [version for _, _, version in release.stated(tree)]
+    assert set(found) == {"3.1.0rc2"}
+    assert len(found) == before
+    # Versions of others are as they were.
+    assert "megatron-fsdp>=0.6.1,<0.7" in (tree / "plugins/megatron_fsdp/pyproject.toml").read_text(encoding="utf-8")
+    assert 'python_version = "3.11"' in (tree / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "words"),
+    [
+        ("pyproject.toml", 'version = "', "pyproject.toml: version ="),
+        ("pyproject.toml", "meshwright-fsdp2==", "pyproject.toml: meshwright-fsdp2=="),
+        ("plugins/ddp/pyproject.toml", "meshwright==", "plugins/ddp/pyproject.toml: meshwright=="),
+        ("CITATION.cff", 'version: "', "CITATION.cff: version:"),
+    ],
+)
+def test_a_file_that_states_another_version_is_named(file: str, old: str, words: str, tmp_path: Path) -> None:
+    path = _tree(tmp_path) / file
+    path.write_text(path.read_text(encoding="utf-8").replace(old, f"{old}9.", 1), encoding="utf-8")
+    (found,) = release.differences(tmp_path)
+    assert found.startswith(words)
+
+
+def test_a_tag_must_be_the_version_with_a_day_in_the_changelog(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    release.set_version("0.9.0", tree)
+    wrong_tag, no_day = release.differences(tree, tag="v0.9.1")
+    assert "the tag must be v0.9.0" in wrong_tag
+    assert "## 0.9.0 (YYYY-MM-DD)" in no_day
+    (tree / "CHANGELOG.md").write_text("# Changelog\n\n## 0.9.0 (2027-01-31)\n", encoding="utf-8")
+    assert release.differences(tree, tag="v0.9.0") == []
+
+
+@pytest.mark.parametrize("version", ["1.0", "v1.0.0", "1.0.0.dev1", "1.0.0+mine", ""])
+def test_what_is_no_version_of_ours_is_refused(version: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="is not a version of ours"):
+        release.set_version(version, _tree(tmp_path))
+
+
+# -- wheels and source distributions
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels and source distributions of core and one plugin; what is in them has been looked at."""
+    directory = tmp_path_factory.mktemp("two")
+    assert len(release.build(directory, ["meshwright", "meshwright-fsdp2"])) == 4
+    return directory
+
+
+def _contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as opened:
+        return {name: opened.read(name) for name in opened.namelist()}
+
+
+def test_wheels_hold_data_types_and_license_and_no_tests(two: Path) -> None:
+    (wheel,) = two.glob("meshwright-*.whl")
+    names = _contents(wheel).keys()
+    for name in ("py.typed", "testing/zoo/zoo.yaml", "plan/devices/cpu.yaml", "plan/pictures/web/page.js"):
+        assert f"meshwright/{name}" in names
+    assert not [name for name in names if name.startswith("tests/") or "/test_" in name]
+    (plugin,) = two.glob("meshwright_fsdp2-*.whl")
+    assert [name for name in _contents(plugin) if name.endswith("licenses/LICENSE")]
+
+
+@pytest.mark.parametrize("gone", ["py.typed", "testing/zoo/zoo.yaml", "cli/main.py"])
+def test_what_a_wheel_lacks_is_named(gone: str, two: Path, tmp_path: Path) -> None:
+    (wheel,) = two.glob("meshwright-*.whl")
+    with zipfile.ZipFile(tmp_path / wheel.name, "w") as written:
+        for name, content in _contents(wheel).items():
+            if name != f"meshwright/{gone}":
+                written.writestr(name, content)
+        written.writestr("tests/test_core.py", "")
+    (source,) = two.glob("meshwright-*.tar.gz")
+    found = release.faults(ALL[0], [tmp_path / wheel.name, source])
+    assert f"{wheel.name}: lacks meshwright/{gone}" in found
+    assert f"{wheel.name}: has tests/test_core.py, which is not of the package" in found
+
+
+def test_a_wheel_of_the_source_is_the_wheel_of_the_source_distribution(two: Path, tmp_path: Path) -> None:
+    (source,) = two.glob("meshwright_fsdp2-*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path / "again")]
+    subprocess.run([*command, str(unpacked)], check=True, capture_output=True)
+    (again,) = (tmp_path / "again").iterdir()
+    assert _contents(again) == _contents(two / again.name)
+    plugin = next(each for each in ALL if each.name == "meshwright-fsdp2")
+    for name in plugin.files:
+        assert _contents(again)[name] == (plugin.package.parent / name).read_bytes()
+
+
+# -- installed
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """An environment that has what is installed here but nothing of ours, and an index with ours alone."""
+
+    directory: Path
+    index: str
+
+    def run(self, *command: str, where: Path | None = None) -> str:
+        """What a program of the environment prints; it must succeed."""
+        program = str(self.directory / "bin" / command[0])
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+        done = subprocess.run(
+            [program, *command[1:]],
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            cwd=where or self.directory,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def install(self, requirement: str) -> set[str]:
+        """Names and versions that pip installs from the index."""
+        told = self.run(
+            *("python", "-m", "pip", "install", "--disable-pip-version-check", "--index-url", self.index, requirement)
+        )
+        (line,) = [line for line in told.splitlines() if line.startswith("Successfully installed")]
+        return set(line.split()[2:])
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    """Lists folders of files, which is what pip reads of an index."""
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: tests are quiet."""
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fresh]:
+    """Parametrized indirectly with the fixture that built."""
+    built: Path = request.getfixturevalue(request.param)
+    for path in built.glob("*.whl"):
+        (tmp_path / "index" / path.name.split("-")[0].replace("_", "-")).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "index" / path.name.split("-")[0].replace("_", "-"))
+    links = tmp_path / "links"
+    links.mkdir()
+    for place in (each for each in sys.path if Path(each).name == "site-packages"):
+        for entry in Path(place).iterdir():
+            if "meshwright" not in entry.name and entry.suffix != ".pth" and not (links / entry.name).exists():
+                (links / entry.name).symlink_to(entry)
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "here.pth").write_text(str(links), encoding="utf-8")
+    handler = functools.partial(_Quiet, directory=str(tmp_path / "index"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Fresh(environment, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def _named(*names: str) -> set[str]:
+    return {f"{name}-{release.version()}" for name in names}
+
+
+def _train(fresh: Fresh, where: Path, strategy: str, ranks: int) -> None:
+    where.mkdir()
+    texts = ["".join(chr(97 + row * place % 26) for place in range(200)) for row in range(20)]
+    (where / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    (where / "run.yaml").write_text(RUN.format(strategy=strategy), encoding="utf-8")
+    told = fresh.run("meshwright", "train", "run.yaml", "--set", f"nproc={ranks}", where=where)
+    assert "step" in told
+    assert len((where / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    assert (where / "out" / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("fresh", ["two"], indirect=True)
+def test_an_extra_is_resolved_from_an_index_and_trains(fresh: Fresh, tmp_path: Path) -> None:
+    assert fresh.install("meshwright[fsdp2]") == _named("meshwright", "meshwright-fsdp2")
+    where = fresh.run("python", "-c", "import meshwright; print(meshwright.__file__, meshwright.__version__)").split()
+    assert Path(where[0]).is_relative_to(fresh.directory)
+    assert where[1] == release.version()
+    told = fresh.run("meshwright", "strategies").partition("installable")[0]
+    assert [line for line in told.splitlines() if line and not line.startswith(" ")] == ["fsdp2", "single"]
+    _train(fresh, tmp_path / "run", "fsdp2", 2)
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels and source distributions of all."""
+    directory = tmp_path_factory.mktemp("every")
+    assert len(release.build(directory)) == 2 * len(ALL)
+    return directory
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("fresh", ["every"], indirect=True)
+def test_all_distributions_install_and_every_strategy_trains(fresh: Fresh, tmp_path: Path) -> None:
+    strategies = {each.name for each in ALL if "entry-points" in each.project and each.directory.name in _all_extra()}
+    assert fresh.install("meshwright[all]") == _named("meshwright", *strategies)
+    rest = [each.name for each in ALL[1:] if each.name not in strategies]
+    for name in rest:
+        assert fresh.install(name) == _named(name)
+    for each in ALL:
+        assert fresh.run("python", "-c", f"import {each.package.name}; print({each.package.name}.__file__)")
+    assert "broken:" not in fresh.run("meshwright", "strategies")
+    for strategy in ("single", "ddp", "fsdp2", "megatron_fsdp"):
+        _train(fresh, tmp_path / strategy, strategy, 1 if strategy == "single" else 2)
+
+
+def _all_extra() -> set[str]:
+    """The folders of the plugins that the extra `all` names."""
+    (line,) = ALL[0].project["optional-dependencies"]["all"]
+    return {name.replace("-", "_") for name in line.partition("[")[2].rstrip("]").split(",")}

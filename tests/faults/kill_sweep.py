@@ -1,0 +1,423 @@
+"""Kill runs of `meshwright train` at random moments, and see that they end as one that nobody has killed.
+
+    python tests/faults/kill_sweep.py --kills 40 --seed 16 --json benchmarks/results/kill.json
+
+Each layout trains a tiny model with dropout under a schedule with warm-up. Its runs are killed again and again, each
+time started anew by the same command, and at last left to end. Metrics and exported weights must then be those of a run
+that was not killed, bit for bit. Short moments, such as while a checkpoint is deleted, are found by watching the
+directory. Everything random follows from the seed, but for what the machine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from support.commands import LAUNCHER_VARIABLES, write_run
+
+from meshwright.train.report import MEASURED
+
+STEPS = 24
+PATIENCE_S = 400.0
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"strategy": "fsdp2", "nproc": 2},
+    "ddp, distributed optimizer": {
+        "strategy": "ddp",
+        "nproc": 2,
+        "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    },
+    "megatron_fsdp": {"strategy": "megatron_fsdp", "nproc": 2},
+    "pipeline over fsdp2": {"strategy": "fsdp2", "nproc": 4, "pp_size": 2},
+    "fsdp2 x tp": {"strategy": "fsdp2", "nproc": 4, "tp_size": 2},
+}
+"""Those of the sweep; more are in test_kill.py."""
+MOMENTS = ("training", "writing", "deleting", "training", "starting", "writing", "exporting", "export command")
+VICTIMS = ("rank", "parent", "all")
+
+
+@dataclass
+class Kill:
+    """One kill, and what it met.
+
+    Attributes:
+        step: steps done, as the metrics say.
+        left: what the directories of the run and of its checkpoints hold afterwards, but for whole checkpoints.
+        ended_s: time until no process of the run was left.
+    """
+
+    layout: str
+    moment: str
+    victim: str
+    step: int = 0
+    left: list[str] = field(default_factory=list)
+    ended_s: float = 0.0
+
+
+@dataclass
+class Run:
+    """A run file and the directory that it writes."""
+
+    file: Path
+    directory: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def steps_done(self) -> int:
+        path = self.directory / "metrics.jsonl"
+        return path.read_text().count("\n") if path.is_file() else 0
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """All that the metrics say, but for durations."""
+        lines = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+
+    def newest(self) -> Path:
+        return max(path for path in self.checkpoints.iterdir() if path.name[-1].isdigit())
+
+
+def make_run(workplace: Path, name: str, settings: dict[str, Any]) -> Run:
+    """A run of one layout: dropout, warm-up and decay of rate and weights, checkpoints that replace each other."""
+    if not (workplace / "run.yaml").exists():
+        write_run(workplace)
+    values = yaml.safe_load((workplace / "run.yaml").read_text())
+    values["model"] |= {"attention_dropout": 0.2, "num_hidden_layers": 4}
+    values.pop("strategy_config", None)
+    values |= {"steps": STEPS, "sample": None, "eval": {"every": 7, "sequences": 4}}
+    values |= {"checkpoint": {"every": 2, "keep_last": 2}, "schedule": {"name": "linear", "warmup_steps": 4}}
+    values |= {"optimizer": {"lr": 3e-3, "weight_decay": 0.1}, "output_dir": str(workplace / name), **settings}
+    path = workplace / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return Run(path, workplace / name)
+
+
+class Started(subprocess.Popen[bytes]):
+    """`meshwright` in a session of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        # A pipe that nobody reads would stop it.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        super().__init__(
+            [sys.executable, "-m", "meshwright", *arguments],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless it has ended well."""
+        if self.returncode != 0:
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace")
+            raise AssertionError(f"{self.args} left with {self.returncode}: {said[-3000:]}")
+
+
+def finish(*arguments: str) -> None:
+    """Run `meshwright` to its end."""
+    process = Started(*arguments)
+    try:
+        process.wait(PATIENCE_S)
+    finally:
+        end_session(process)
+    process.check()
+
+
+def members(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
+    """The living processes of a session, and their environments."""
+    found = {}
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and os.getsid(int(path.name)) == process.pid and lives(int(path.name)):
+                found[int(path.name)] = (path / "environ").read_bytes()
+        except (OSError, ProcessLookupError):
+            continue
+    return found
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The living ranks that `meshwright train` has started, in their order: the processes that its fork server has
+    made. (What a process puts into its own environment is not seen from outside.)"""
+    living = members(process)
+    parents = {pid: int(stat[1]) for pid in living if (stat := stat_of(pid))}
+    servers = {pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in command_of(pid)}
+    return sorted(pid for pid, parent in parents.items() if parent in servers)
+
+
+def stat_of(pid: int) -> list[str]:
+    """State, parent and more of a process; nothing where it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    stat = stat_of(pid)
+    return bool(stat) and stat[0] not in "ZX"
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    for pid in members(process):
+        os.kill(pid, signal.SIGKILL)
+
+
+def strike(process: subprocess.Popen[bytes], victim: str, dice: random.Random) -> None:
+    """kill -9."""
+    ranks = ranks_of(process)
+    if victim == "rank" and ranks:
+        os.kill(dice.choice(ranks), signal.SIGKILL)
+    elif victim == "parent":
+        os.kill(process.pid, signal.SIGKILL)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def await_moment(process: subprocess.Popen[bytes], has_come: Callable[[], bool]) -> bool:
+    """Whether it came before the process ended."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if has_come():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.0005)
+    end_session(process)
+    raise AssertionError("the run neither got so far nor ended")
+
+
+def moment_of(run: Run, moment: str, at: int, dice: random.Random) -> Callable[[], bool]:
+    """A function that says whether the moment has come.
+
+    Args:
+        at: the step, at least.
+    """
+    if moment == "starting":
+        begun, wait = time.monotonic(), dice.uniform(0.5, 12.0)
+        return lambda: time.monotonic() - begun > wait
+    if moment == "training":
+        wait = dice.uniform(0.0, 0.1)
+
+        def trained() -> bool:
+            if run.steps_done() < at:
+                return False
+            time.sleep(wait)
+            return True
+
+        return trained
+    if moment == "exporting":
+        start = dice.choice(("model.checkpoint", "model.writing"))
+        return lambda: any(path.name.startswith(start) for path in _entries(run.directory))
+    if moment == "deleting":
+        make_heavy(run)
+    return lambda: any(path.name.endswith(f".{moment}") and _step(path) >= at - 4 for path in _entries(run.checkpoints))
+
+
+def make_heavy(run: Run) -> None:
+    """Give the checkpoints that are there more files, so that it takes a moment to delete them."""
+    for path in _entries(run.checkpoints):
+        if path.name[-1].isdigit():
+            (path / "ballast").mkdir(exist_ok=True)
+            for number in range(4000):
+                (path / "ballast" / str(number)).touch()
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []
+
+
+def _step(path: Path) -> int:
+    digits = path.name.partition(".")[0].rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def fingerprint(directory: Path) -> dict[str, str]:
+    """Checksums of the weights of a Hugging Face directory."""
+    files = sorted(directory.glob("*.safetensors"))
+    assert files, f"{directory} holds no weights"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Layout:
+    """All kills of one layout."""
+
+    def __init__(self, workplace: Path, name: str, settings: dict[str, Any], dice: random.Random) -> None:
+        self.workplace, self.name, self.dice = workplace, name, dice
+        self._settings = settings
+        self._count = 0
+        whole = self._new("whole")
+        finish("train", str(whole.file))
+        self._numbers, self._weights = whole.numbers(), fingerprint(whole.directory / "model")
+        assert [each["step"] for each in self._numbers] == list(range(1, STEPS + 1))
+        self.whole = whole
+        self.run = self._new()
+
+    def _new(self, name: str | None = None) -> Run:
+        self._count += 1
+        short = "".join(letter if letter.isalnum() else "-" for letter in self.name)
+        return make_run(self.workplace, f"{short}-{name or self._count}", self._settings)
+
+    @property
+    def runs(self) -> int:
+        """Runs that were killed."""
+        return self._count - 1
+
+    def kill(self, moment: str, victim: str) -> Kill:
+        """Kill once, at a moment that has surely come."""
+        if moment == "export command":
+            return self._kill_export()
+        for _ in range(4):
+            done = self.run.steps_done()
+            if done > STEPS - 6 and moment != "exporting":
+                self.end()
+                self.run, done = self._new(), 0
+            if moment == "deleting" and done < 5:
+                # There must be something to delete.
+                self._kill("training", "all", 5)
+                done = self.run.steps_done()
+            found = self._kill(moment, victim, done + self.dice.randint(2, 4))
+            if found is not None:
+                return found
+            self.compare()
+            self.run = self._new()
+        raise AssertionError(f"{self.name}: no run could be killed while {moment}")
+
+    def _kill(self, moment: str, victim: str, at: int) -> Kill | None:
+        has_come = moment_of(self.run, moment, at, self.dice)
+        process = Started("train", str(self.run.file))
+        if not await_moment(process, has_come):
+            process.check()
+            return None
+        strike(process, victim, self.dice)
+        kill = Kill(self.name, moment, victim)
+        kill.ended_s = self._await_end(process)
+        kill.step, kill.left = self.run.steps_done(), self._left()
+        return kill
+
+    def _kill_export(self) -> Kill:
+        source, output = str(self.whole.newest()), self.whole.directory.with_name(f"{self.whole.directory.name}-export")
+        process = Started("export", source, str(output))
+        came = await_moment(process, lambda: any(p.name.startswith(output.name) for p in _entries(self.workplace)))
+        assert came, "the export ended before it was seen"
+        os.killpg(process.pid, signal.SIGKILL)
+        kill = Kill(self.name, "export command", "all", STEPS)
+        kill.ended_s = self._await_end(process)
+        kill.left = sorted(path.name for path in _entries(self.workplace) if path.name.startswith(output.name))
+        finish("export", source, str(output))
+        assert fingerprint(output) == self._weights, f"{self.name}: the export after a killed one differs"
+        return kill
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> float:
+        begun = time.monotonic()
+        while members(process):
+            if time.monotonic() - begun > PATIENCE_S:
+                end_session(process)
+                raise AssertionError(f"{self.name}: processes are left after a kill")
+            process.poll()
+            time.sleep(0.05)
+        process.wait()
+        return round(time.monotonic() - begun, 2)
+
+    def _left(self) -> list[str]:
+        names = [path.name for path in _entries(self.run.checkpoints) if not path.name[-1].isdigit()]
+        return sorted(names + [path.name for path in _entries(self.run.directory) if path.name.startswith("model")])
+
+    def end(self) -> None:
+        """Let the run end, and compare it."""
+        finish("train", str(self.run.file))
+        self.compare()
+
+    def compare(self) -> None:
+        assert self.run.numbers() == self._numbers, f"{self.run.directory}: other metrics"
+        assert fingerprint(self.run.directory / "model") == self._weights, f"{self.run.directory}: other weights"
+        left = [name for name in self._left() if name != "model"]
+        assert not left, f"{self.run.directory}: {left} is left"
+
+
+def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[Kill, int]]:
+    """Each kill of a layout, and the number of runs that it has needed so far.
+
+    Raises:
+        AssertionError: a run did not end as one that was not killed.
+    """
+    dice = random.Random(f"{seed} {name}")
+    layout = Layout(workplace, name, LAYOUTS[name], dice)
+    victims = [*VICTIMS] * (kills // len(VICTIMS) + 1)
+    dice.shuffle(victims)
+    for number in range(kills):
+        yield layout.kill(MOMENTS[number % len(MOMENTS)], victims[number]), layout.runs
+    layout.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=16)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    options = parser.parse_args()
+    layouts, report = options.layouts, _new_report(options.kills, options.seed)
+    with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as workplace:
+        for index, name in enumerate(layouts):
+            count = options.kills * (index + 1) // len(layouts) - options.kills * index // len(layouts)
+            found = report["layouts"][name] = {"runs": 0, "result": "not ended"}
+            try:
+                for kill, runs in sweep(Path(workplace), count, options.seed, name):
+                    report["kills"].append(asdict(kill))
+                    found["runs"] = runs
+                    sys.stderr.write(f"{len(report['kills']):3} {kill}\n")
+                    _write(options.json, report)
+                found["result"] = "metrics and weights of a run that was not killed, bit for bit"
+            except AssertionError as error:
+                found["result"] = f"failed: {error}"
+            sys.stderr.write(f"{name}: {found['result']}\n")
+            _write(options.json, report)
+    sys.exit(any(each["result"].startswith("failed") for each in report["layouts"].values()))
+
+
+def _new_report(kills: int, seed: int) -> dict[str, Any]:
+    return {
+        "command": f"python tests/faults/kill_sweep.py --kills {kills} --seed {seed}",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "steps": STEPS,
+        "layouts": {},
+        "kills": [],
+    }
+
+
+def _write(path: Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

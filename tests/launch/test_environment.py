@@ -1,0 +1,120 @@
+"""What a run is started in: the version of torch, drivers, and how torch's allocator is set up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.base.errors import MeshError, StrategyError
+from meshwright.cli import main as command_line
+from meshwright.files.requirements import check_torch, oldest_torch
+from meshwright.launch.allocator import SETTINGS, prefer_expandable_segments, uses_expandable_segments
+from meshwright.launch.drivers import missing_driver
+from meshwright.mesh.world import find_device
+from meshwright.testing import pool
+
+OLD = "2.1.0+cu118"
+
+
+def _old_torch(directory: Path) -> str:
+    """A directory in which metadata says that an old torch is installed."""
+    metadata = directory / "torch-2.1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OLD}\n")
+    return str(directory)
+
+
+@pytest.mark.parametrize("command", [["-m", "meshwright", "strategies"], ["-c", "import meshwright; meshwright.fit"]])
+def test_an_old_torch_is_named_before_anything_is_imported_from_it(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([_old_torch(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    needed = f"torch {OLD} is installed, and meshwright needs torch {oldest_torch()} or later."
+    assert needed in done.stderr
+    if command[0] == "-m":
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+def test_the_oldest_torch_is_that_of_the_package_and_the_installed_one_passes() -> None:
+    wanted = next(
+        line for line in (Path(__file__).parents[2] / "pyproject.toml").read_text().splitlines() if '"torch>=' in line
+    )
+    assert f"torch>={oldest_torch()}," in wanted
+    check_torch()
+
+
+def test_another_version_is_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.9.1")
+    with pytest.raises(StrategyError, match=r"torch 2\.9\.1 is installed"):
+        check_torch()
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.100.0a0+git1")
+    check_torch()
+
+
+def test_a_build_for_gpus_without_a_driver_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert find_device(None) == torch.device("cpu")
+    assert missing_driver("why: ").startswith("why: torch ")
+    assert "built for CUDA 13.0, but finds no GPU with a driver" in missing_driver()
+    told = r"'cuda' is not available here. Available: cpu. Set device=cpu. torch .* finds no GPU with a driver\."
+    with pytest.raises(MeshError, match=told):
+        find_device("cuda")
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.version.hip", None)
+    assert missing_driver("why: ") == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "is_set"),
+    [
+        ({}, True),
+        ({SETTINGS[0]: ""}, True),
+        ({SETTINGS[0]: "expandable_segments: true"}, True),
+        ({SETTINGS[0]: "max_split_size_mb:128"}, False),
+        ({SETTINGS[1]: "expandable_segments:False"}, False),
+        ({SETTINGS[1]: "garbage_collection_threshold:0.8,expandable_segments:True"}, True),
+    ],
+)
+def test_expandable_segments_are_set_unless_the_user_has_set_the_allocator(given: dict[str, str], is_set: bool) -> None:
+    environment = dict(given)
+    prefer_expandable_segments(environment)
+    assert uses_expandable_segments(environment) is is_set
+    if any(given.values()):
+        assert environment == given
+    else:
+        assert environment == {SETTINGS[0]: "expandable_segments:True"}
+
+
+def test_rocm_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+rocm6.4")
+    environment: dict[str, str] = {}
+    prefer_expandable_segments(environment)
+    assert environment == {}
+
+
+def _setting() -> str | None:
+    return os.environ.get(SETTINGS[0])
+
+
+def test_ranks_and_the_command_line_have_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool(2).run(_setting) == ["expandable_segments:True"] * 2
+    monkeypatch.delenv(SETTINGS[0], raising=False)
+    monkeypatch.delenv(SETTINGS[1], raising=False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setattr(command_line, "leave", lambda code: seen.append(code))
+    seen: list[object] = []
+    monkeypatch.setattr(command_line, "app", lambda: seen.append(_setting()))
+    monkeypatch.setattr(command_line, "add_commands", lambda *_: None)
+    command_line.main()
+    assert seen == ["expandable_segments:True", 0]

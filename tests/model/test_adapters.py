@@ -1,0 +1,276 @@
+"""Models of peft under every strategy and axis: as `single` trains them, and as one process of peft starts them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.adapter_cases import (
+    ADAPTERS,
+    LAYOUTS,
+    LINEAR,
+    TIED,
+    R,
+    adapter_case,
+    applies,
+    bytes_of_step,
+    divisions,
+    from_files,
+    loaded_by_peft,
+    lora_config,
+    losses_with_dropout,
+    merged_parameters,
+    opened,
+    write_base,
+)
+
+from meshwright._compat.peft_tying import tie_adapters
+from meshwright.base.errors import ModelError
+from meshwright.model.weights import fill, materialize
+from meshwright.testing import Case, pool
+from meshwright.testing.adapters import adapted_model
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import difference, reference, train_case
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+EXACT = 1e-12
+DAILY = [
+    ("all-linear", "sequence"),
+    ("embedding", "pp"),
+    ("saved modules", "tp"),
+    ("dora", "tp"),
+    ("experts", "ep"),
+    ("widths", "megatron"),
+    ("rank one", "megatron"),
+    ("biases", "megatron"),
+]
+SWEEP = [
+    pytest.param(adapter, layout, tied, id=f"{adapter}-{layout}{'-tied' * tied}".replace(" ", "_"))
+    for adapter, layout in itertools.product(ADAPTERS, LAYOUTS)
+    for tied in (False, True)
+    if applies(adapter, layout) and (adapter in TIED or not tied)
+]
+
+
+def _assert_parity(adapter: str, layout: str, *, tied: bool = False) -> None:
+    ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
+    case = adapter_case(adapter, tied=tied)
+    outcomes = pool(ranks).run(train_case, strategy, config, sizes, case, "cpu", wrapper)
+    found = difference(outcomes, reference(case))
+    assert found.worst <= EXACT, found
+
+
+@pytest.mark.parametrize(("adapter", "layout"), DAILY, ids=lambda each: each.replace(" ", "_"))
+def test_adapters_train_as_in_one_process(adapter: str, layout: str) -> None:
+    _assert_parity(adapter, layout)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "layout"),
+    [
+        ("tied factors", "sequence"),
+        ("tied factors", "interleaved"),
+        ("tied factors", "bucketed"),
+        ("tied modules", "tp"),
+    ],
+    ids=lambda each: each.replace(" ", "_"),
+)
+def test_adapters_of_tied_layers_train_as_in_one_process(adapter: str, layout: str) -> None:
+    _assert_parity(adapter, layout, tied=True)
+
+
+def test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them() -> None:
+    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    model: Any = adapted_model(base, ADAPTERS["tied factors"][1], seed=0)
+    ids = torch.arange(16).view(2, 8)
+    model(ids, labels=ids).loss.backward()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    expected = embedding.lora_embedding_B["default"].grad + head.lora_A["default"].weight.grad.t()
+    model.zero_grad()
+    assert tie_adapters(tie_adapters(model)) is model
+    model(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(embedding.lora_embedding_B["default"].grad, expected, rtol=1e-12, atol=1e-14)
+    assert len(list(embedding.parameters())) == len({*embedding.parameters(), *head.parameters()}) == 3
+
+
+def test_tied_factors_that_differ_and_a_bias_that_peft_leaves_out_are_refused() -> None:
+    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    model: Any = adapted_model(base, ADAPTERS["tied factors"][1], seed=0)
+    model.get_output_embeddings().lora_A["default"].weight = torch.nn.Parameter(torch.zeros(4, 36).double())
+    with pytest.raises(ModelError, match=r"ensure_weight_tying=True, but its factors of .*lm_head are not those of"):
+        tie_adapters(model)
+    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    base.lm_head.bias = torch.nn.Parameter(torch.zeros(base.lm_head.out_features).double())
+    model = adapted_model(base, ADAPTERS["tied modules"][1], seed=0)
+    with pytest.raises(ModelError, match=r"a trained copy of lm_head .* peft leaves its bias out"):
+        tie_adapters(model)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("adapter", "layout", "tied"), SWEEP)
+def test_every_adapter_trains_in_every_layout_as_in_one_process(adapter: str, layout: str, tied: bool) -> None:
+    _assert_parity(adapter, layout, tied=tied)
+
+
+def test_tensor_parallelism_shards_adapters_with_their_layers() -> None:
+    (found, _) = pool(2).run(divisions, "fsdp2", {}, {"tp_size": 2}, adapter_case("all-linear"))
+    block = {name.partition("layers.0.")[2]: value for name, value in found.items() if "layers.0." in name}
+    assert block["self_attn.q_proj.base_layer.weight"] == block["self_attn.q_proj.lora_B.default.weight"] == "S(0)"
+    assert block["self_attn.o_proj.base_layer.weight"] == block["self_attn.o_proj.lora_A.default.weight"] == "S(1)"
+    assert block["self_attn.q_proj.lora_A.default.weight"] == block["self_attn.o_proj.lora_B.default.weight"] == "R"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_before_a_divided_adapter_falls_as_in_one_process(sequence_parallel: bool) -> None:
+    options = R | {"target_modules": "all-linear", "lora_dropout": 0.5}
+    case = Case(adapter=options, sequences=4, max_norm=None)
+    expected = pool(1).run(losses_with_dropout, "single", {}, {}, case)[0]
+    config = {"sequence_parallel": sequence_parallel}
+    for losses in pool(2).run(losses_with_dropout, "fsdp2", config, {"tp_size": 2}, case):
+        assert losses == pytest.approx(expected, abs=1e-12)
+    plain = Case(adapter={**options, "lora_dropout": 0.0}, sequences=4, max_norm=None)
+    assert pool(1).run(losses_with_dropout, "single", {}, {}, plain)[0] != pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(("strategy", "config"), [("ddp", {}), ("fsdp2", {}), ("ddp", {"engine": "bucketed"})])
+def test_frozen_parameters_have_no_gradients_and_send_none(strategy: str, config: dict[str, Any]) -> None:
+    case = Case(adapter=ADAPTERS["all-linear"][1], sequences=4)
+    for summed, _, held, whole in pool(2).run(bytes_of_step, strategy, config, {}, case):
+        # Buckets are padded; the rest is what ranks tell each other.
+        assert whole <= summed <= 1.1 * whole + 400
+        assert held <= 1.1 * whole
+
+
+# -- merged
+
+
+def _assert_merged(adapter: str, layout: str, *, tied: bool = False) -> None:
+    ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
+    case = adapter_case(adapter, tied=tied, unshard_after=False)
+    for differing, in_order, is_same in pool(ranks).run(merged_parameters, strategy, config, sizes, case, wrapper):
+        assert differing == []
+        assert in_order
+        assert is_same
+
+
+@pytest.mark.parametrize(("adapter", "layout"), [("dora of ends", "tp"), ("saved modules", "pp"), ("experts", "ep")])
+def test_merged_parameters_are_those_that_peft_merges(adapter: str, layout: str) -> None:
+    _assert_merged(adapter, layout)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("adapter", "layout", "tied"), SWEEP)
+def test_merged_parameters_of_every_layout_are_those_that_peft_merges(adapter: str, layout: str, tied: bool) -> None:
+    _assert_merged(adapter, layout, tied=tied)
+
+
+# -- from files
+
+STARTS: dict[str, dict[str, Any]] = {
+    "plain": R | {"target_modules": "all-linear"},
+    "gaussian": R | {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "gaussian"},
+    "dora": R | {"target_modules": [*LINEAR[:4], "embed_tokens"], "use_dora": True, "init_lora_weights": False},
+    "saved modules": R | {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("start", STARTS)
+def test_an_adapter_on_the_meta_device_starts_as_peft_starts_it(
+    start: str, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    write_base(str(tmp_path / "base"), tied=tied, dtype=dtype)
+    arguments: Any = (STARTS[start], str(tmp_path / "base"))
+    for adapter in (None, str(tmp_path / "adapter")):
+        expected = loaded_by_peft(*arguments, adapter, dtype)
+        model, weights = opened(*arguments, adapter, dtype)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        materialize(model, "cpu")
+        fill(model, weights)
+        wanted = dict(expected.named_parameters())
+        found = dict(model.named_parameters())
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():
+            assert (value.dtype, value.requires_grad) == (wanted[name].dtype, wanted[name].requires_grad), name
+            assert torch.equal(value, wanted[name]), name
+        if adapter is None:
+            for value in expected.parameters():
+                value.data.add_(0.25)
+            expected.save_pretrained(tmp_path / "adapter")
+            write_base(str(tmp_path / "base"), tied=tied, dtype=dtype)
+
+
+@pytest.mark.parametrize(("layout", "start"), [("tp", "dora"), ("pp", "saved modules")], ids=["tp", "pp"])
+def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(layout: str, start: str, tmp_path: Path) -> None:
+    _assert_starts(layout, start, "bfloat16", tmp_path)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if applies("q and v", name) and name != "interleaved"])
+def test_every_layout_starts_an_adapter_from_files_as_one_process(
+    layout: str, start: str, dtype: str, tmp_path: Path
+) -> None:
+    _assert_starts(layout, start, dtype, tmp_path)
+
+
+def _assert_starts(layout: str, start: str, dtype: str, tmp_path: Path) -> None:
+    ranks, strategy, config, sizes, _ = LAYOUTS[layout]
+    write_base(str(tmp_path), tied=False, dtype=dtype)
+    arguments: Any = (STARTS[start], str(tmp_path), None, dtype)
+    expected = dict(loaded_by_peft(*arguments).named_parameters())
+    losses = pool(1).run(from_files, "single", {}, {}, *arguments)[0][0]
+    for found, started, dtypes in pool(ranks).run(from_files, strategy, config, sizes, *arguments):
+        for name, value in expected.items():
+            assert torch.equal(started[name], value), name
+            assert dtypes[name] == str(value.dtype), name
+        assert found == pytest.approx(losses, abs=1e-12 if dtype == "float64" else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"target_modules": ["no_such_layer"]}, "no_such_layer"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "drawn without them"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "drawn without them"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, r"trainable_token_indices=\[1\] copies rows"),
+    ],
+    ids=["target", "olora", "pissa", "tokens"],
+)
+def test_adapters_that_cannot_start_on_the_meta_device_are_refused(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    write_base(str(tmp_path), tied=False, dtype="float32")
+    with pytest.raises(ModelError, match=told):
+        opened(R | options, str(tmp_path), None, "float32")
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    write_base(str(tmp_path / "base"), tied=False, dtype="float32")
+    loaded_by_peft(STARTS["plain"], str(tmp_path / "base"), None, "float32").save_pretrained(tmp_path / "adapter")
+    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"is \(4, 36\), and that of this base model \(3, 36\)"):
+        _opened_with(base, adapter, R | {"r": 3, "target_modules": "all-linear"})
+    with pytest.raises(ModelError, match="has no place for"):
+        _opened_with(base, adapter, R | {"target_modules": ["q_proj"]})
+    with pytest.raises(ModelError, match=r"lacks .* tensors of the adapter"):
+        _opened_with(base, adapter, R | {"target_modules": [*LINEAR, "lm_head"]})
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no adapter"):
+        opened({}, base, adapter, "float32")
+
+
+def _opened_with(base: str, adapter: str, options: dict[str, Any]) -> None:
+    from meshwright.model.adapter import with_adapter
+    from meshwright.model.configuration import config_from_directory
+    from meshwright.model.pretrained import open_pretrained
+
+    model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))
+    with_adapter(model, weights, lora_config(options), seed=0, adapter_dir=adapter)

@@ -1,0 +1,459 @@
+"""The reader of Hugging Face directories: any rectangle of any weight is what transformers loads, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from support.kinds import DIFFERENT_IN_KIND
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshwright.base.errors import ModelError
+from meshwright.model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from meshwright.model.pretrained.files import Held, open_directory, rectangle
+from meshwright.model.pretrained.recorded import Call, Recorded, read_whole
+from meshwright.model.weights import fill, materialize
+from meshwright.testing.models import tiny_model
+from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
+
+TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
+
+
+def names(model: nn.Module) -> dict[str, Tensor]:
+    return model.state_dict(keep_vars=True)
+
+
+def opened(directory: Path, **options: Any) -> tuple[nn.Module, PretrainedWeights]:
+    return open_pretrained(directory, AutoConfig.from_pretrained(directory), **options)
+
+
+def whole(weights: PretrainedWeights, name: str) -> Tensor:
+    shape = weights.shape(name)
+    return weights.read(name, [0] * len(shape), list(shape))
+
+
+def assert_same_bits(found: Tensor, expected: Tensor, what: object) -> None:
+    assert found.dtype == expected.dtype, what
+    assert torch.equal(found.nan_to_num(), expected.detach().nan_to_num()), what
+
+
+def check_equals_plain(model: nn.Module, weights: PretrainedWeights, plain: nn.Module) -> None:
+    """Names, ties, dtypes, buffers, and weights whole and in random rectangles."""
+    expected, found = names(plain), names(model)
+    assert expected.keys() == found.keys() == set(weights)
+    draw = random.Random(0)
+    for name, value in expected.items():
+        assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
+        assert found[name].requires_grad == value.requires_grad, name
+        assert_same_bits(whole(weights, name), value, name)
+        for _ in range(3):
+            offsets = [draw.randint(0, size - 1) for size in value.shape]
+            sizes = [draw.randint(0, size - offset) for size, offset in zip(value.shape, offsets, strict=True)]
+            part = weights.read(name, offsets, sizes)
+            assert_same_bits(part, value[rectangle(offsets, sizes)], (name, offsets, sizes))
+    for (name, value), (other, buffer) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
+        assert name == other
+        assert type(buffer) is Tensor
+        assert_same_bits(buffer, value, name)
+    assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters())
+    assert groups(expected) == groups(found)
+    assert [type(module) for module in plain.modules()] == [type(module) for module in model.modules()]
+
+
+def groups(state: dict[str, Any]) -> set[tuple[str, ...]]:
+    """Names of one parameter."""
+    return {tuple(other for other in state if state[other] is state[name]) for name in state}
+
+
+def check_type(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    saved = zoo_model(model_type, dtype=torch.float32)
+    saved.save_pretrained(directory)
+    # Not by the auto class: some models save the configuration of their text part, whose type it does not know.
+    torch.manual_seed(0)
+    plain = type(saved).from_pretrained(directory, config=saved.config, dtype=dtype)
+    check_equals_plain(*open_pretrained(directory, zoo_config(model_type), dtype=dtype), plain)
+
+
+@pytest.mark.parametrize("model_type", DIFFERENT_IN_KIND)
+def test_every_weight_is_the_one_that_transformers_loads(model_type, tmp_path):
+    check_type(model_type, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mamba2"])
+def test_in_another_dtype(model_type, tmp_path):
+    check_type(model_type, tmp_path, torch.bfloat16)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", sorted(set(TRAINABLE) - set(DIFFERENT_IN_KIND)))
+def test_every_weight_of_the_rest_of_the_zoo(model_type, dtype, tmp_path):
+    check_type(model_type, tmp_path, dtype)
+
+
+# -- directories
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_in_shards(tied, tmp_path):
+    tiny_model(tied=tied).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    check_equals_plain(*opened(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def edit(directory: Path, change: Any) -> None:
+    """Change the weights in the one file of a directory."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["base model", "twice"])
+def test_the_prefix_of_the_base_model_may_be_missing_or_there_twice(kind, tmp_path):
+    tiny_model("gpt2", tied=True).save_pretrained(tmp_path)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [*tensors]:
+            other = name.removeprefix("transformer.") if kind == "base model" else f"transformer.{name}"
+            tensors[other] = tensors.pop(name)
+
+    edit(tmp_path, change)
+    model, weights = opened(tmp_path)
+    assert not weights.remarks
+    check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_may_be_saved_under_either_of_its_names(kept, tmp_path):
+    tiny_model(tied=True).save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({kept: tensors.pop("model.embed_tokens.weight")}))
+    model, weights = opened(tmp_path)
+    assert not weights.remarks
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+    check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_weight_that_is_saved_twice_is_tied_if_both_are_equal(equal, tmp_path):
+    tiny_model(tied=True).save_pretrained(tmp_path)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        other = tensors["model.embed_tokens.weight"].clone()
+        other[-1, -1] += 0 if equal else 1
+        tensors["lm_head.weight"] = other
+
+    edit(tmp_path, change)
+    model, weights = opened(tmp_path)
+    assert (model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")) == equal
+    check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_missing_weights_are_told_and_start_as_the_model_initialises_them(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in ("lm_head.weight", "model.norm.weight")])
+    model, weights = opened(tmp_path, seed=7)
+    assert weights.missing == ("lm_head.weight", "model.norm.weight")
+    assert "lacks 2 weights of the model" in weights.remarks[0]
+    torch.manual_seed(7)
+    check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert not torch.equal(whole(weights, "lm_head.weight"), whole(opened(tmp_path, seed=8)[1], "lm_head.weight"))
+
+
+def test_unexpected_weights_are_told(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    # The second is one that transformers drops in silence.
+    extra = {"value_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    edit(tmp_path, lambda tensors: tensors.update(extra))
+    _, weights = opened(tmp_path)
+    assert len(weights.remarks) == 1
+    assert "1 weights that the model has no place for, which are not read: value_head.weight" in weights.remarks[0]
+
+
+def test_a_weight_of_another_shape_is_an_error_that_names_it(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(ModelError, match=r"1 weights of another shape .* model\.norm\.weight is \(5,\), not \(36,\)"):
+        opened(tmp_path)
+
+
+def test_the_generation_configuration_is_kept_and_random_state_stays_as_it_was(tmp_path):
+    model = tiny_model()
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    found, _ = opened(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.generation_config.max_length == 77
+    assert found.config.name_or_path == str(tmp_path)
+
+
+def test_pickles_are_opened_only_on_request(tmp_path):
+    model = tiny_model(tied=True)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin\), which are not opened .* allow_pickle=True"):
+        opened(tmp_path)
+    check_equals_plain(*opened(tmp_path, allow_pickle=True), model)
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_an_error(tmp_path):
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin holds no plain weights"):
+        opened(tmp_path, allow_pickle=True)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("shards")
+    tiny_model().save_pretrained(path, max_shard_size="60KB")
+    return path
+
+
+def _truncate(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _garble(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[1]
+    path.write_bytes(b"\xff" * 100)
+
+
+def _lose_file(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+
+
+def _lose_tensor(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[1]
+    tensors = load_file(path)
+    tensors.popitem()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+DEEP = '{"a":' * 20_000 + "1" + "}" * 20_000
+
+
+def _deep_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(DEEP)
+
+
+def _list_of_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("[]")
+
+
+def _deep_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text(DEEP)
+
+
+def _wrong_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"max_new_tokens": "x", "temperature": []}')
+
+
+def _break_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+
+
+def _quantize(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _adapt(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_truncate, r"model-00002-of-\d+\.safetensors is not a whole safetensors file .*bytes\)"),
+        (_garble, r"model-00002-of-\d+\.safetensors is not a whole safetensors file"),
+        (_lose_file, r"lacks 1 of the \d+ weight files .*: model-00002-of"),
+        (_lose_tensor, r"names 1 tensors that its files do not hold: .* should be in model-00002"),
+        (_break_index, r"index\.json is no index of weight files"),
+        (_deep_index, r"index\.json is no index of weight files.*nested too deeply"),
+        (_list_of_generation, r"generation_config\.json is no generation configuration: .*a JSON list, not an object"),
+        (_deep_generation, r"generation_config\.json is no generation configuration: .*nested too deeply"),
+        (_wrong_generation, r"generation_config\.json is no generation configuration"),
+        (_quantize, "holds a quantized model"),
+        (_adapt, "holds an adapter"),
+    ],
+)
+def test_a_damaged_or_unfit_directory_is_an_error_that_names_it(damage, text, shards, tmp_path):
+    directory = shutil.copytree(shards, tmp_path / "copy")
+    damage(directory)
+    with pytest.raises(ModelError, match=text):
+        opened(directory)
+
+
+@pytest.mark.parametrize("verbosity", [transformers.logging.WARNING, transformers.logging.ERROR])
+def test_a_conversion_that_fails_is_told_with_its_reason(verbosity, tmp_path, request):
+    request.addfinalizer(partial(transformers.logging.set_verbosity, transformers.logging.get_verbosity()))
+    transformers.logging.set_verbosity(verbosity)
+    zoo_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
+    first = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.update({first: tensors[first][:-1].clone()}))
+    with pytest.raises(
+        ModelError, match=r"(?s)transformers cannot load .*MergeModulelist on tensors .*gate_up_proj.*: stack expects"
+    ):
+        opened(tmp_path)
+
+
+def test_what_is_no_rectangle_or_no_weight_is_an_error(shards):
+    _, weights = opened(shards)
+    for offsets, sizes in (([0], [36]), ([0, -1], [1, 1]), ([0, 30], [1, 7])):
+        with pytest.raises(ModelError, match=r"no rectangle of lm_head\.weight, whose shape is"):
+            weights.read("lm_head.weight", offsets, sizes)
+    with pytest.raises(ModelError, match=r"no weight 'lm_haed\.weight'\. Did you mean 'lm_head\.weight'"):
+        weights.read("lm_haed.weight", [0], [1])
+
+
+def test_a_name_that_is_no_directory_is_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"'nobody/nothing' is no local directory, and it cannot be had"):
+        find_directory("nobody/nothing")
+    for path in ("/nowhere/at/all", "./nowhere", "a/b/c", tmp_path / "nowhere"):
+        with pytest.raises(ModelError, match="is not a directory"):
+            find_directory(path)
+    assert find_directory(tmp_path) == tmp_path
+
+
+# -- no more than needed
+
+
+class Counted(Held):
+    """Counts the elements that are read."""
+
+    total = 0
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        Counted.total += torch.Size(sizes).numel()
+        return super().read(offsets, sizes)
+
+
+def elements_read(model_type: str, name: str, rows: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the files, for the first rows of a weight."""
+    zoo_model(model_type, dtype=torch.float32).save_pretrained(directory)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return {key: Counted(read_whole(source)) for key, source in open_directory(*args, **kwargs).items()}
+
+    monkeypatch.setattr("meshwright.model.pretrained.reader.open_directory", counted)
+    _, weights = opened(directory)
+    shape = weights.shape(name)
+    Counted.total = 0
+    weights.read(name, [0] * len(shape), [rows, *shape[1:]])
+    return Counted.total * 100 // (shape.numel() * rows // shape[0])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "rows"),
+    [
+        ("llama", "model.layers.0.mlp.down_proj.weight", 3),
+        ("qwen3_moe", "model.layers.0.mlp.experts.gate_up_proj", 1),
+        ("mixtral", "model.layers.1.mlp.experts.down_proj", 2),
+        ("hrm_text", "model.L_module.layers.0.self_attn.q_proj.weight", 5),
+    ],
+)
+def test_a_rectangle_reads_its_own_elements_alone(model_type, name, rows, tmp_path, monkeypatch):
+    assert elements_read(model_type, name, rows, tmp_path, monkeypatch) == 100
+
+
+def _one(draw: Any, value: Tensor) -> Tensor:
+    """One operation that conversions of checkpoints may use, drawn at random."""
+    dim = draw(st.integers(-value.dim(), value.dim() - 1))
+    size = value.shape[dim]
+    kinds = ["transpose", "chunk", "split", "stack", "cat", "unsqueeze", "unbind", "reshape", "to", "roll", "squeeze"]
+    match draw(st.sampled_from(kinds)):
+        case "transpose":
+            return torch.transpose(value, dim, draw(st.integers(0, value.dim() - 1))).contiguous()
+        case "chunk":
+            parts = torch.chunk(value, draw(st.integers(1, 4)), dim=dim)
+            return parts[draw(st.integers(0, len(parts) - 1))]
+        case "split":
+            first = draw(st.integers(0, size))
+            return torch.split(value, [first, size - first], dim=dim)[draw(st.integers(0, 1))]
+        case "stack" if value.dim() < 4:
+            return torch.stack([value, value.detach(), value], dim=draw(st.integers(0, value.dim())))
+        case "cat":
+            return torch.cat([value, value.clone()], dim)
+        case "unsqueeze" if value.dim() < 4:
+            return value.unsqueeze(dim)
+        case "unbind" if value.dim() > 1 and size:
+            return value.unbind(dim)[draw(st.integers(0, size - 1))]
+        case "reshape":
+            length = value.numel()
+            divisors = [each for each in range(1, length + 1) if length % each == 0] or [1]
+            first = draw(st.sampled_from(divisors))
+            rest = length // first if length else 0
+            second = draw(st.sampled_from([each for each in divisors if rest % each == 0]))
+            return value.reshape(draw(st.sampled_from([(first, rest), (first, second, rest // second), (length,)])))
+        case "to":
+            return value.to(device="cpu", dtype=torch.float64)
+        case "roll":
+            return torch.roll(value, 1, dim)  # not cut: its argument is read whole
+        case "squeeze":
+            return value.squeeze(dim) if value.dim() > 1 else value
+    return value
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_rectangles_of_what_operations_make_of_recorded_tensors(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    real = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    recorded: Tensor = Recorded.of(Held(real))
+    choices: list[Any] = []
+
+    def first(strategy: Any) -> Any:
+        choices.append(data.draw(strategy))
+        return choices[-1]
+
+    for _ in range(data.draw(st.integers(0, 5))):
+        choices.clear()
+        real = _one(first, real)
+        again = iter([*choices])
+        recorded = _one(lambda strategy, again=again: next(again), recorded)
+    assert isinstance(recorded, Recorded)
+    assert (recorded.shape, recorded.dtype) == (real.shape, real.dtype)
+    offsets = [data.draw(st.integers(0, size)) for size in real.shape]
+    sizes = [data.draw(st.integers(0, size - offset)) for size, offset in zip(real.shape, offsets, strict=True)]
+    part = recorded.source.read(offsets, sizes)
+    assert_same_bits(part, real[rectangle(offsets, sizes)], (recorded.source, offsets, sizes))
+
+
+def test_a_recorded_tensor_gives_values_where_they_are_asked_for_and_cannot_be_written_to():
+    recorded = Recorded.of(Held(torch.arange(6.0).reshape(2, 3)))
+    assert recorded.sum().source.shape == ()
+    assert float(read_whole(recorded.sum().source)) == 15
+    assert recorded.max().item() == 5
+    assert torch.equal(recorded, torch.arange(6.0).reshape(2, 3))
+    assert not torch.equal(recorded, torch.zeros(2, 3))
+    assert isinstance(recorded.t().source, Call)
+    with pytest.raises(TypeError, match="zero_ writes into weights"):
+        recorded.zero_()
+
+
+def test_a_model_without_weights_holds_none_and_is_filled(tmp_path):
+    saved = tiny_model(tied=True)
+    saved.save_pretrained(tmp_path)
+    model, weights = opened(tmp_path)
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta) == 0
+    materialize(model, "cpu")
+    fill(model, weights)
+    assert all(torch.equal(value, names(saved)[name]) for name, value in names(model).items())

@@ -1,0 +1,511 @@
+"""Averages of weights: those of one process computed by hand, under every strategy, in checkpoints and in exports."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from support.commands import write_run
+from support.runs import Place
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import meshwright as mw
+from meshwright.base.errors import CheckpointError, MeshwrightError, StrategyError
+from meshwright.checkpoint import export_checkpoint, load_checkpoint, read_manifest, save_checkpoint
+from meshwright.checkpoint.manifest import step_directory
+from meshwright.checkpoint.payload import read_tensors
+from meshwright.checkpoint.read_index import read_index
+from meshwright.cli import main as cli
+from meshwright.mesh.world import open_world
+from meshwright.step.agreement import count_tokens
+from meshwright.strategy.contract import StrategyManager
+from meshwright.tensors.pieces import Sharded, tensor_pieces
+from meshwright.testing import Case, pool
+from meshwright.testing.case import share
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import build_manager, full_weights, train_between, train_steps
+from meshwright.train.ema import EMA
+from meshwright.train.optimizer_config import EMAConfig
+from meshwright.train.run_file import OptimizerConfig, ScheduleConfig, load_run
+
+EXACT = 1e-12
+CASE = Case(
+    sequences=4,
+    steps=5,
+    # Sums in another order move weights by 1e-15 where a step does not divide by a root of almost nothing.
+    optimizer=OptimizerConfig(name="SGD", lr=0.5, weight_decay=0.1, options={"momentum": 0.9}),
+    schedule=ScheduleConfig(name="linear", warmup_steps=1),
+)
+TIED = replace(CASE, tied=True)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "decay": {"decay": 0.8},
+    "every": {"decay": 0.8, "every": 2},
+    "start": {"decay": 0.8, "start": 2},
+    "warmup": {"decay": 0.3, "warmup": True},
+    "all": {"decay": 0.25, "every": 2, "start": 1, "warmup": True},
+}
+
+Layout = tuple[int, str, dict[str, Any], dict[str, Any]]
+LAYOUTS: dict[str, Layout] = {
+    "ddp": (2, "ddp", {}, {}),
+    "ddp, bucketed": (2, "ddp", {"engine": "bucketed"}, {}),
+    "ddp, distributed optimizer": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+    "ddp, gathers to come": (
+        2,
+        "ddp",
+        {
+            "engine": "bucketed",
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+        {},
+    ),
+    "fsdp2": (2, "fsdp2", {}, {}),
+    "fsdp2, kept whole": (2, "fsdp2", {"reshard_after_forward": False}, {}),
+    "fsdp2, hybrid": (4, "fsdp2", {}, {"dp_replicate_size": 2}),
+    "fsdp2, tp and shards": (4, "fsdp2", {}, {"tp_size": 2}),
+    "fsdp2, cp": (2, "fsdp2", {}, {"cp_size": 2}),
+    "fsdp2, three ranks": (3, "fsdp2", {}, {}),
+    "megatron_fsdp": (2, "megatron_fsdp", {}, {}),
+    "megatron_fsdp, gathers overlap": (2, "megatron_fsdp", {"overlap_param_gather": True}, {}),
+    "megatron_fsdp, ZeRO 0": (2, "megatron_fsdp", {"zero_dp_strategy": 0}, {}),
+    "megatron_fsdp, tp": (4, "megatron_fsdp", {}, {"tp_size": 2}),
+    "pipeline over ddp": (2, "ddp", {}, {"pp_size": 2}),
+    "pipeline over fsdp2": (4, "fsdp2", {}, {"pp_size": 2}),
+    "pipeline over ddp, distributed optimizer": (
+        4,
+        "ddp",
+        {"engine": "bucketed", "use_distributed_optimizer": True},
+        {"pp_size": 2},
+    ),
+}
+DAILY = ["ddp, gathers to come", "fsdp2", "megatron_fsdp", "pipeline over ddp"]
+
+
+def averaged(manager: StrategyManager, ema: EMA) -> dict[str, Tensor]:
+    with ema.in_place():
+        return full_weights(manager)
+
+
+def evaluated(manager: StrategyManager, case: Case) -> float:
+    microbatches = share(case, 50, manager.mesh.data_rank, manager.mesh.data_size)
+    return float(manager.eval_loss(microbatches, num_tokens=count_tokens(microbatches, manager.mesh)))
+
+
+def trained(
+    strategy: str, config: dict[str, Any], sizes: dict[str, Any], case: Case, settings: dict[str, Any]
+) -> tuple[dict[str, Tensor], float, float, bool]:
+    """The task of one rank: the average after all steps; how the averaged and the last weights are evaluated; and
+    whether training goes on as if nothing had been evaluated."""
+    manager = build_manager(strategy, config, sizes, case)
+    ema = EMA(manager, EMAConfig(**settings))
+    train_steps(manager, case, range(case.steps - 1))
+    weights = full_weights(manager)
+    with ema.in_place():
+        evaluated(manager, case)
+    same = all(torch.equal(weights[name], each) for name, each in full_weights(manager).items())
+    train_steps(manager, case, range(case.steps - 1, case.steps))
+    last = evaluated(manager, case)
+    with ema.in_place():
+        of_average = evaluated(manager, case)
+    return averaged(manager, ema), of_average, last, same and last == evaluated(manager, case)
+
+
+def by_hand(case: Case, settings: dict[str, Any]) -> tuple[dict[str, Tensor], float, float]:
+    """The same of one process, without what is tested: weights after each step, and an average of them."""
+    manager = build_manager("single", {}, {}, case)
+    config = EMAConfig(**settings)
+    average, updates = {name: each.clone() for name, each in full_weights(manager).items()}, 0
+    for step in range(case.steps):
+        train_steps(manager, case, range(step, step + 1))
+        weights = full_weights(manager)
+        if step + 1 <= config.start:
+            average = {name: each.clone() for name, each in weights.items()}
+        elif (step + 1 - config.start) % config.every == 0:
+            decay = min(config.decay, (1 + updates) / (10 + updates)) if config.warmup else config.decay
+            average = {name: decay * each + (1 - decay) * weights[name] for name, each in average.items()}
+            updates += 1
+    last = evaluated(manager, case)
+    with torch.no_grad():
+        for part in manager.model_parts:
+            for name, parameter in part.named_parameters():
+                parameter.copy_(average[name])
+    return average, evaluated(manager, case), last
+
+
+@functools.lru_cache
+def expected(case: Case, setting: str) -> tuple[dict[str, Tensor], float, float]:
+    (found,) = pool(1).run(by_hand, case.undivided(), SETTINGS[setting])
+    hand: tuple[dict[str, Tensor], float, float] = found
+    return hand
+
+
+def worst(found: dict[str, Tensor], average: dict[str, Tensor]) -> float:
+    assert found.keys() == average.keys()
+    return max(float((found[name] - each).abs().max()) for name, each in average.items())
+
+
+def check_layout(layout: Layout, case: Case, setting: str) -> None:
+    ranks, *rest = layout
+    case = replace(case, sequences=12) if ranks == 3 else case
+    average, of_average, last = expected(case, setting)
+    for found, loss, loss_of_weights, is_left in pool(ranks).run(trained, *rest, case, SETTINGS[setting]):
+        assert worst(found, average) <= EXACT
+        assert abs(loss - of_average) <= EXACT
+        assert abs(loss_of_weights - last) <= EXACT
+        assert abs(of_average - last) > 1e-6
+        assert is_left
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_option_of_an_average_acts_as_by_hand(setting: str) -> None:
+    check_layout((1, "single", {}, {}), CASE, setting)
+
+
+def few_and_all(daily: list[str]) -> list[Any]:
+    return [pytest.param(each, id=each, marks=() if each in daily else pytest.mark.zoo) for each in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", few_and_all(DAILY))
+def test_the_average_is_that_of_one_process_by_hand(layout: str) -> None:
+    check_layout(LAYOUTS[layout], TIED if "pipeline" in layout else CASE, "all")
+
+
+# -- in checkpoints
+
+
+def settings_of(layout: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    return LAYOUTS[layout][1:]
+
+
+def resumed(
+    strategy: str,
+    config: dict[str, Any],
+    sizes: dict[str, Any],
+    case: Case,
+    steps: range,
+    source: str | None,
+    target: str | None,
+) -> dict[str, Tensor]:
+    """The task of one rank: some steps of the case, from a checkpoint if there is one; the average behind them."""
+    # Another seed than the other parts': what is not loaded shows.
+    manager = build_manager(strategy, config, sizes, case, seed=steps.start)
+    ema = EMA(manager, EMAConfig(**SETTINGS["all"]))
+    train_between(manager, case, steps, source, target)
+    return averaged(manager, ema)
+
+
+RESUMED = [
+    ("fsdp2", "pipeline over ddp"),
+    ("pipeline over ddp", "megatron_fsdp"),
+    ("ddp, distributed optimizer", "fsdp2, tp and shards"),
+    ("pipeline over fsdp2", "ddp, gathers to come"),
+    ("megatron_fsdp, tp", "pipeline over ddp, distributed optimizer"),
+    ("fsdp2, hybrid", "ddp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*pair, marks=() if index < 2 else pytest.mark.zoo) for index, pair in enumerate(RESUMED)],
+)
+def test_an_average_goes_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    case = replace(TIED, schedule=None)
+    path = str(tmp_path / "step")
+    pool(LAYOUTS[before][0]).run(resumed, *settings_of(before), case, range(3), None, path)
+    average = expected(case, "all")[0]
+    for found in pool(LAYOUTS[after][0]).run(resumed, *settings_of(after), case, range(3, case.steps), path, None):
+        assert worst(found, average) <= EXACT
+
+
+def saved_again(strategy: str, config: dict[str, Any], sizes: dict[str, Any], case: Case, paths: list[str]) -> None:
+    """The task of one rank: what a checkpoint has, saved again."""
+    manager = build_manager(strategy, config, sizes, case, seed=7)
+    EMA(manager, EMAConfig(decay=0.5))
+    load_checkpoint(manager, paths[0])
+    save_checkpoint(manager, paths[1], step=1)
+
+
+def stored_averages(path: str) -> dict[str, Tensor]:
+    manifest = read_manifest(Path(path))
+    index = read_index(Path(path), manifest)
+    names = [name for name in index.kinds if name.startswith("ema.")]
+    values = {name: torch.empty(index.kinds[name][0], dtype=index.kinds[name][1]) for name in names}
+    read_tensors(
+        Path(path), manifest, index, {n: Sharded(v.shape, v.dtype, tuple(tensor_pieces(v))) for n, v in values.items()}
+    )
+    return values
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("ddp, distributed optimizer", "fsdp2"),
+        pytest.param("fsdp2", "pipeline over ddp", marks=pytest.mark.zoo),
+        pytest.param("pipeline over ddp", "megatron_fsdp", marks=pytest.mark.zoo),
+        pytest.param("megatron_fsdp", "fsdp2, tp and shards", marks=pytest.mark.zoo),
+    ],
+)
+def test_averages_of_half_weights_are_wide_and_keep_all_bits_in_any_layout(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    case = replace(TIED, dtype="bfloat16", schedule=None, tied="pipeline" in before + after)
+    paths = [str(tmp_path / name) for name in ("first", "second")]
+    pool(LAYOUTS[before][0]).run(resumed, *settings_of(before), case, range(4), None, paths[0])
+    pool(LAYOUTS[after][0]).run(saved_again, *settings_of(after), case, paths)
+    first, second = map(stored_averages, paths)
+    assert first.keys() == second.keys()
+    assert {each.dtype for each in first.values()} == {torch.float32, torch.int64}
+    assert all(torch.equal(each, second[name]) for name, each in first.items())
+    counts = first.pop("ema.(counts)")
+    assert counts.tolist() == [4, 1]
+    # What bfloat16 could hold would not need more.
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in first.values())
+
+
+def loaded_without(path: str) -> tuple[str, bool]:
+    """The task of one rank: the error where there is no average, and whether one begins with what was loaded."""
+    manager = build_manager("ddp", {}, {}, CASE)
+    train_steps(manager, CASE, range(1))
+    save_checkpoint(manager, path, step=1)
+    other = build_manager("ddp", {}, {}, CASE, seed=1)
+    load_checkpoint(other, path)
+    ema = EMA(other, EMAConfig(decay=0.5), step=1)
+    begins = worst(averaged(other, ema), full_weights(manager)) == 0.0
+    try:
+        load_checkpoint(other, path)
+    except CheckpointError as error:
+        return str(error), begins
+    return "", begins
+
+
+def test_a_checkpoint_without_an_average_is_told_of_and_one_may_begin_after_it(tmp_path: Path) -> None:
+    (first, begins), second = pool(2).run(loaded_without, str(tmp_path / "step"))
+    assert (first, begins) == second
+    assert "has no average of the weights" in first
+    assert begins
+
+
+# -- what is refused
+
+
+def test_an_average_needs_an_optimizer_a_manager_that_can_and_no_other_average() -> None:
+    with closing(open_world("cpu")):
+        manager = build_manager("single", {}, {}, CASE)
+        EMA(manager)
+        with pytest.raises(StrategyError, match="keeps an average of its weights already"):
+            EMA(manager)
+        other = build_manager("single", {}, {}, CASE)
+        with pytest.raises(StrategyError, match="keeps no average"), other.averaged():  # type: ignore[attr-defined]
+            pass
+        with pytest.raises(StrategyError, match="strategy 'own' keeps no averages"):
+            EMA(Own())  # type: ignore[abstract]
+        other._optimizer = None  # type: ignore[attr-defined]
+        with pytest.raises(MeshwrightError, match="build_optimizer"):
+            EMA(other)
+
+
+class Own(StrategyManager):
+    """One of a third party, which implements the contract by itself."""
+
+    strategy = "own"
+
+
+Own.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"decay": 1.0}, "less than 1"),
+        ({"decay": -0.1}, "greater than or equal to 0"),
+        ({"every": 0}, "greater than or equal to 1"),
+        ({"start": -1}, "greater than or equal to 0"),
+        ({"warmup": 1}, "valid boolean"),
+    ],
+)
+def test_options_of_an_average_that_mean_nothing_are_errors(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EMAConfig(**config)
+
+
+# -- of adapters
+
+ADAPTED = replace(CASE, tied=None, adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
+
+
+@pytest.mark.parametrize("layout", few_and_all([]))
+def test_adapters_are_averaged_like_other_weights(layout: str) -> None:
+    check_layout(LAYOUTS[layout], ADAPTED, "decay")
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "pipeline over ddp"), ("megatron_fsdp", "fsdp2")])
+def test_averages_of_adapters_go_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    case, path = replace(ADAPTED, schedule=None), str(tmp_path / "step")
+    pool(LAYOUTS[before][0]).run(resumed, *settings_of(before), case, range(3), None, path)
+    average = expected(case, "all")[0]
+    for found in pool(LAYOUTS[after][0]).run(resumed, *settings_of(after), case, range(3, case.steps), path, None):
+        assert worst(found, average) <= EXACT
+
+
+# -- exported
+
+
+def test_an_export_of_the_average_is_the_averaged_model_in_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    case = replace(TIED, dtype="bfloat16", schedule=None)
+    with closing(open_world("cpu")):
+        manager = build_manager("single", {}, {}, case)
+        ema = EMA(manager, EMAConfig(decay=0.5))
+        train_steps(manager, case, range(2))
+        save_checkpoint(manager, tmp_path / "step", step=2)
+        average = averaged(manager, ema)
+    for name, options in (("half", []), ("wide", ["--dtype", "float32"])):
+        args = ["export", str(tmp_path / "step"), str(tmp_path / name), "--ema", *options]
+        assert CliRunner().invoke(cli.app, args).exit_code == 0
+    half, wide = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("half", "wide"))
+    stored = stored_averages(str(tmp_path / "step"))
+    assert {each.dtype for each in half.values()} == {torch.bfloat16}
+    for name, value in average.items():
+        assert torch.equal(half[name], value)
+    assert all(torch.equal(wide[name.removeprefix("ema.")], each) for name, each in stored.items() if "(" not in name)
+    assert any(not torch.equal(wide[name], value.float()) for name, value in average.items())
+
+
+def test_an_export_of_an_average_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with closing(open_world("cpu")):
+        save_checkpoint(build_manager("single", {}, {}, CASE), tmp_path / "step", step=0)
+    with pytest.raises(CheckpointError, match="has no average of the weights: the run has kept none"):
+        export_checkpoint(tmp_path / "step", tmp_path / "model", average=True)
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_adapter_is_exported_with_its_averages_alone_and_merged(tmp_path: Path) -> None:
+    base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    case = replace(CASE, dtype="float32", schedule=None)
+    with closing(open_world("cpu")):
+        options = {"type": "lora", "r": 4, "target_modules": ["q_proj", "down_proj"]}
+        manager = mw.from_pretrained(str(tmp_path / "base"), "single", peft=options, device="cpu", seed=3)
+        manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-2)))
+        ema = EMA(manager, EMAConfig(decay=0.5))
+        train_steps(manager, case, range(3))
+        save_checkpoint(manager, tmp_path / "step", step=3)
+        average, weights = averaged(manager, ema), full_weights(manager)
+    for name, more in (("adapter", []), ("merged", ["--merge"])):
+        args = ["export", str(tmp_path / "step"), str(tmp_path / name), "--ema", *more]
+        assert CliRunner().invoke(cli.app, args).exit_code == 0
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    found = dict(adapted.named_parameters())
+    trained = [name for name in average if "lora_" in name]
+    assert all(torch.equal(found[name], average[name]) for name in trained)
+    assert not any(torch.equal(found[name], weights[name]) for name in trained)
+    ids = torch.arange(24).view(2, 12) % 100
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-5)
+    args = ["export", str(tmp_path / "adapter"), str(tmp_path / "none"), "--ema", "--merge"]
+    assert CliRunner().invoke(cli.app, args).exit_code == 2
+
+
+# -- in loops and runs
+
+
+def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], float]:
+    """The task of one rank: evaluations of the last step; the same by hand; and how far a set's name reaches."""
+    manager = build_manager("fsdp2", {}, {}, CASE)
+    ema = EMA(manager, EMAConfig(decay=0.5, **settings))
+    place = manager.mesh.data_rank, manager.mesh.data_size
+    sets = {name: share(CASE, step, *place) for name, step in (("held_out", 50), ("other", 51))}
+    loop = mw.Loop(batches=lambda step: share(CASE, step, *place), steps=3, held_out=sets, ema=ema)
+    results = mw.fit(manager, loop)
+    by_hand = {}
+    with ema.in_place():
+        for name, batches in sets.items():
+            tokens = count_tokens(batches, manager.mesh)
+            by_hand[f"{name}_ema"] = float(manager.eval_loss(batches, num_tokens=tokens))
+    try:
+        mw.fit(manager, replace(loop, held_out={"a": sets["other"], "a_ema": sets["other"]}))
+    except MeshwrightError as error:
+        return dict(results[-1].evaluations), by_hand, float("'a_ema'" in str(error))
+    return dict(results[-1].evaluations), by_hand, -1.0
+
+
+def test_a_loop_evaluates_the_average_beside_the_weights() -> None:
+    for found, by_hand, told in pool(2).run(fitted, {}):
+        assert {name: found[name] for name in by_hand} == by_hand
+        assert found.keys() == {"held_out", "other", "held_out_ema", "other_ema"}
+        assert all(found[name] != found[f"{name}_ema"] for name in ("held_out", "other"))
+        assert told == 1.0
+    for found, _, told in pool(2).run(fitted, {"evaluate": False}):
+        assert found.keys() == {"held_out", "other"}
+        assert told == -1.0
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("average")
+    write_run(directory)
+    return directory
+
+
+EVERY_TWO = {"every": 2, "sequences": 2}
+
+
+def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model(
+    workplace: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"ema": {"decay": 0.7, "warmup": True}, "eval": EVERY_TWO, "strategy": "fsdp2"}
+    whole, torn = (Place(workplace, tmp_path / name) for name in ("whole", "torn"))
+    for place in (whole, torn):
+        place.directory.mkdir()
+    whole.runs(ranks=2, **options)
+    assert torn.run(ranks=2, kill_after=5, **options)[2] == 137
+    torn.runs(**{**options, "strategy": "single"})
+    losses = [[line.get("evaluations", {}).get("held_out_ema") for line in each.metrics()] for each in (whole, torn)]
+    assert [loss is not None for loss in losses[0]] == [False, True] * 4
+    assert [each or 0 for each in losses[0]] == pytest.approx([each or 0 for each in losses[1]], rel=1e-9)
+    models = [AutoModelForCausalLM.from_pretrained(whole.out / name).state_dict() for name in ("model", "model-ema")]
+    again = AutoModelForCausalLM.from_pretrained(torn.out / "model-ema").state_dict()
+    for name, value in models[1].items():
+        assert not torch.equal(value, models[0][name])
+        assert torch.allclose(value, again[name], rtol=0, atol=1e-9)
+
+
+def test_a_run_without_an_average_may_begin_one_where_that_is_allowed(workplace: Path, tmp_path: Path) -> None:
+    place = Place(workplace, tmp_path)
+    constant = {"schedule": {"name": "constant"}, "eval": EVERY_TWO}
+    place.runs(steps=4, **constant)
+    averaging = {**constant, "ema": {"decay": 0.7, "evaluate": False, "export": False}}
+    _, error, code = place.run(steps=6, **averaging)
+    assert code == 2
+    assert "the run differs" in error
+    assert "ema" in error
+    place.runs(steps=6, resume={"from": "auto", "allow": ["ema"]}, **averaging)
+    assert not (place.out / "model-ema").exists()
+    assert all("held_out_ema" not in line.get("evaluations", {}) for line in place.metrics())
+    counts = stored_averages(str(step_directory(place.root, 6)))["ema.(counts)"]
+    assert counts.tolist() == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ema": {"start": 8}}, "ema.start=8, so nothing is averaged in steps=8"),
+        ({"ema": {"evaluate": False}, "checkpoint": {"keep_best": {"set": "held_out_ema"}}}, "is no set of this run"),
+    ],
+)
+def test_a_run_whose_average_would_do_nothing_is_refused(
+    changes: dict[str, Any], text: str, workplace: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MeshwrightError, match=text):
+        load_run(Place(workplace, tmp_path).file(**changes))

@@ -1,0 +1,536 @@
+"""Several optimizers in one run: who steps which parameter, at parity with one process, or refused by name.
+
+The groups of a run file are `OptimizerGroup`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.commands import write_run
+from support.runs import Place
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon
+
+import meshwright as mw
+from meshwright.base.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.mesh.world import open_world
+from meshwright.strategy.stack import resolve
+from meshwright.testing import Case, pool
+from meshwright.testing.case import TOLERANCE, Outcome, share
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import difference, train_case
+from meshwright.testing.resumed import Part, train_resumed, wrong_rates
+from meshwright.train.optim import optimizer_factory, try_optimization
+from meshwright.train.optimizer_groups import Trained, group_numbers, what_is_trained
+from meshwright.train.optimizers import Optimizers
+from meshwright.train.run_file import OptimizerConfig, OptimizerGroup, ScheduleConfig
+
+MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
+EMBEDDING: dict[str, Any] = {"match": ["*embed*"], "lr": 5e-3, "weight_decay": 0.3, "options": {"eps": 1e-6}}
+CONFIG: dict[str, Any] = {
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "options": {"betas": [0.8, 0.9]},
+    "groups": [MUON, EMBEDDING],
+}
+CASE = Case(
+    sequences=4,
+    steps=4,
+    max_norm=0.5,
+    optimizer=OptimizerConfig(**CONFIG),
+    schedule=ScheduleConfig(name="linear", warmup_steps=1),
+)
+
+
+def unrounded(task: Callable[..., Any], *arguments: Any) -> Any:
+    """The task of one rank: another one, while Muon does not round to bfloat16, which would hide what a layout does."""
+    with patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor):
+        return task(*arguments)
+
+
+# -- who is of which group
+
+
+def known(model_type: str = "llama", *, tied: bool | None = False) -> dict[str, Trained]:
+    model = case_model(model_type, tied=tied, seed=0, dtype=torch.float32, layers=None)
+    return what_is_trained(model, mw.model_layout(model), list(model.named_parameters()), lambda p: p.shape)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("gpt2", {"c_attn", "c_proj", "c_fc"}),
+        # The experts are stacks of matrices, and a router is one.
+        ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj", "gate"}),
+        # A_log has two dims, and is none; nor is the convolution.
+        ("mamba", {"in_proj", "x_proj", "dt_proj", "out_proj"}),
+    ],
+)
+def test_matrices_are_the_weights_of_linear_maps_within_blocks(model_type: str, expected: set[str]) -> None:
+    found = {name.split(".")[-2] for name, each in known(model_type).items() if each.is_matrix}
+    assert found == expected
+
+
+def numbers(*groups: dict[str, Any], trained: dict[str, Trained] | None = None) -> dict[str, int]:
+    config = OptimizerConfig(groups=[OptimizerGroup(**group) for group in groups])
+    return group_numbers(config, trained or known())
+
+
+def test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top_level() -> None:
+    found = numbers({"match": ["*.q_proj.*", "*norm*"]}, {"match": ["*_proj.weight"], "matrices": True})
+    assert {number: {name.split(".")[-2] for name in found if found[name] == number} for number in range(3)} == {
+        0: {"q_proj", "input_layernorm", "post_attention_layernorm", "norm"},
+        1: {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        2: {"embed_tokens", "lm_head"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("groups", "texts"),
+    [
+        ([{"match": ["*.q_prj.weight"]}], ["groups[0] fits no parameter", "Did you mean 'q_proj.weight'?"]),
+        ([{"match": ["*"]}, {"matrices": True}], ["groups[1] has no parameter", "are of groups before it"]),
+        ([{"match": ["*norm*"], "matrices": True}], ["groups[0] fits no parameter", "Set matrices: false"]),
+    ],
+)
+def test_a_group_without_a_parameter_is_an_error_that_says_why(groups: list[dict[str, Any]], texts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        numbers(*groups)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_matrices_of_a_model_that_trains_none_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"groups\[0\] is of matrices, and the model trains no weight"):
+        numbers({"matrices": True}, trained={"score.weight": Trained(2, is_matrix=False, is_decayed=True)})
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"groups": [{"lr": 1.0}]}, "give match, matrices: true, or both"),
+        ({"groups": [{"match": []}]}, "match must have a pattern"),
+        ({"groups": [{"matrices": True, "lr": 0.0}]}, "greater than 0"),
+        ({"groups": [{"matrices": True, "name": "nowhere.Lion"}]}, "'nowhere.Lion' is not imported: .* allow-list"),
+        ({"name": "nowhere.Lion"}, "'nowhere.Lion' is not imported: .*allow_imports"),
+    ],
+)
+def test_a_group_that_means_nothing_is_an_error_of_the_run_file(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        OptimizerConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        ({"name": "Moun"}, "'Moun' is not in torch.optim. Did you mean 'Muon'?"),
+        ({"name": "Muon", "options": {"betas": [0.9, 0.9]}}, "'Muon' takes no argument 'betas'"),
+        ({"name": "SparseAdam"}, "'SparseAdam' takes no argument 'weight_decay'"),
+        ({"options": {"lr": 1.0}}, "groups[0].options holds 'lr', which has a key of its own: set optimizer.groups[0]"),
+        ({"options": {"eps": "small"}}, "optimizer.groups[0].options.eps: Input should be a valid number"),
+        ({"name": "torch.nn.Linear"}, "optimizer.groups[0].name='torch.nn.Linear' is no optimizer"),
+        ({"name": "torch.optim.LBFGS"}, "'torch.optim.LBFGS' needs a closure"),
+        ({"name": "torch.optim.AdmW"}, "'torch.optim.AdmW' does not exist in the module torch.optim. Did you mean"),
+    ],
+)
+def test_what_the_optimizer_of_a_group_does_not_take_is_an_error_before_any_parameter_is_seen(
+    group: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        optimizer_factory(OptimizerConfig(weight_decay=0.1, groups=[{"matrices": True, **group}]))
+    assert text in str(caught.value)
+
+
+def test_what_would_fail_in_a_step_of_a_group_is_an_error_beforehand() -> None:
+    for group in ({"lr": 1e300}, {"options": {"differentiable": True}}):
+        config = OptimizerConfig(groups=[{"match": ["*"], **group}])
+        with pytest.raises(ConfigError, match=r"optimizer\.groups\[0\]: optimizer 'AdamW'"):
+            try_optimization(config, ScheduleConfig(), 10, device=torch.device("cpu"))
+    try_optimization(OptimizerConfig(**CONFIG), ScheduleConfig(), 10, device=torch.device("cpu"))
+
+
+def test_matrices_need_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"Give it to manager\.build_optimizer as it is"):
+        optimizer_factory(OptimizerConfig(**CONFIG))([("weight", nn.Parameter(torch.ones(2, 2)))])
+
+
+# -- what they step with
+
+
+def made(config: dict[str, Any]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+    world = open_world("cpu")
+    with closing(world):
+        stack, degrees = resolve("single", MeshSizes(), 1)
+        manager = stack.build(Mesh(degrees, world))
+        model = case_model("llama", tied=False, seed=0, dtype=torch.float64, layers=None)
+        manager.parallelize(model)
+        optimizer = manager.build_optimizer(optimizer_factory(OptimizerConfig(**config)))
+    return optimizer, {id(p): name for name, p in model.named_parameters()}
+
+
+def test_each_group_has_its_own_settings_and_what_it_leaves_out_from_the_top_level() -> None:
+    optimizer, names = made(CONFIG)
+    assert isinstance(optimizer, Optimizers)
+    assert [type(member) for member in optimizer.members] == [Muon, AdamW, AdamW]
+    found = [
+        (
+            {names[id(p)].split(".")[-2] for p in group["params"]},
+            group["lr"],
+            group["weight_decay"],
+            group.get("momentum"),
+            tuple(group.get("betas", ())),
+            group.get("eps"),
+        )
+        for group in optimizer.param_groups
+    ]
+    matrices = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    norms = {"input_layernorm", "post_attention_layernorm", "norm"}
+    assert found == [
+        (matrices, 0.02, 0.1, 0.9, (), 1e-7),
+        ({"embed_tokens"}, 5e-3, 0.3, None, (0.8, 0.9), 1e-6),
+        ({"lm_head"}, 1e-2, 0.1, None, (0.8, 0.9), 1e-8),
+        (norms, 1e-2, 0.0, None, (0.8, 0.9), 1e-8),
+    ]
+
+
+def test_a_group_that_gives_a_decay_means_its_norms_too_and_one_that_does_not_spares_them() -> None:
+    optimizer, names = made(
+        {"weight_decay": 0.1, "groups": [{"match": ["model.norm*"], "weight_decay": 0.2}, {"match": ["*.0.*"]}]}
+    )
+    decays = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays["model.norm.weight"] == 0.2
+    assert decays["model.layers.0.input_layernorm.weight"] == 0.0
+    assert decays["model.layers.0.mlp.up_proj.weight"] == 0.1
+
+
+def test_one_optimizer_for_all_is_that_optimizer() -> None:
+    optimizer, _ = made({"groups": [{"match": ["*"], "name": "SGD", "options": {"momentum": 0.9}}]})
+    assert type(optimizer) is SGD
+
+
+class Lion(torch.optim.Optimizer):
+    """Of a user's own; arXiv:2302.06675."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        sharpness: float = 1e3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "sharpness": sharpness})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    average = state.setdefault("average", torch.zeros_like(parameter))
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    # A sign would make much of what is rounded otherwise in another layout.
+                    change = torch.tanh(group["sharpness"] * average.lerp(parameter.grad, 1 - first))
+                    parameter.add_(change, alpha=-group["lr"])
+                    average.lerp_(parameter.grad, 1 - second)
+
+
+OWN = f"{__name__}.Lion"
+
+
+def with_own(task: Callable[..., Any], *arguments: Any) -> Any:
+    mw.allow_imports(__name__)
+    return task(*arguments)
+
+
+def test_an_optimizer_of_your_own_is_named_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_ALLOWED_IMPORTS", __name__)
+    optimizer, _ = made({"name": OWN, "lr": 1e-3, "options": {"betas": [0.5, 0.6]}})
+    assert type(optimizer).__name__ == "Lion"
+    assert optimizer.param_groups[0]["betas"] == [0.5, 0.6]
+    with pytest.raises(ConfigError, match=r"takes no argument 'beta'\. Did you mean 'betas'"):
+        made({"name": OWN, "options": {"beta": 1}})
+
+
+# -- at parity with one process
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "ddp": (2, "ddp", {}, {}),
+    "ddp, bucketed": (2, "ddp", {"engine": "bucketed"}, {}),
+    "fsdp2": (2, "fsdp2", {}, {}),
+    "fsdp2, hybrid": (4, "fsdp2", {}, {"dp_replicate_size": 2}),
+    "fsdp2, tp": (2, "fsdp2", {}, {"tp_size": 2}),
+    "fsdp2, tp and shards": (4, "fsdp2", {}, {"tp_size": 2}),
+    "fsdp2, sequence parallel": (2, "fsdp2", {"sequence_parallel": True}, {"tp_size": 2}),
+    "fsdp2, cp": (2, "fsdp2", {}, {"cp_size": 2}),
+    "fsdp2, three ranks": (3, "fsdp2", {}, {}),
+    "pipeline over fsdp2": (2, "fsdp2", {}, {"pp_size": 2}),
+    "pipeline over fsdp2, shards": (4, "fsdp2", {}, {"pp_size": 2}),
+    "pipeline over ddp": (2, "ddp", {}, {"pp_size": 2}),
+    "megatron_fsdp, ZeRO 0": (2, "megatron_fsdp", {"zero_dp_strategy": 0}, {}),
+}
+DAILY = ["fsdp2", "pipeline over fsdp2"]
+PIECES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "ddp, distributed optimizer": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+    "megatron_fsdp": (2, "megatron_fsdp", {}, {}),
+}
+
+
+def few_and_all(layouts: dict[str, Any], daily: list[str]) -> list[Any]:
+    return [pytest.param(each, id=each, marks=() if each in daily else pytest.mark.zoo) for each in layouts]
+
+
+@functools.lru_cache
+def expected(case: Case) -> Outcome:
+    (outcome,) = pool(1).run(with_own, unrounded, train_case, "single", {}, {}, case.undivided())
+    found: Outcome = outcome
+    return found
+
+
+def apart(case: Case, layout: tuple[int, str, dict[str, Any], dict[str, Any]]) -> float:
+    ranks, strategy, config, sizes = layout
+    sequences = 12 if ranks == 3 else case.sequences
+    case = replace(case, sequences=sequences)
+    outcomes = pool(ranks).run(with_own, unrounded, train_case, strategy, config, sizes, case, timeout_s=300)
+    return difference(outcomes, expected(case)).worst
+
+
+@pytest.mark.parametrize("layout", few_and_all(LAYOUTS, DAILY))
+def test_muon_for_matrices_and_adamw_for_the_rest_are_at_parity(layout: str) -> None:
+    assert apart(CASE, LAYOUTS[layout]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", few_and_all({**LAYOUTS, **PIECES}, ["ddp, distributed optimizer"]))
+def test_an_optimizer_of_your_own_beside_others_is_at_parity(layout: str) -> None:
+    groups = [{"match": ["*_proj.weight"], "name": OWN, "lr": 1e-3}, {"match": ["*head*"], "name": "SGD"}]
+    with patch.dict("os.environ", MESHWRIGHT_ALLOWED_IMPORTS=__name__):
+        case = replace(CASE, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, groups=groups))
+    assert apart(case, {**LAYOUTS, **PIECES}[layout]) <= TOLERANCE
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "phi3", "mamba"])
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2, tp and shards", "pipeline over fsdp2, shards"])
+def test_muon_is_at_parity_for_other_models(model_type: str, layout: str) -> None:
+    groups = [MUON] if model_type == "gpt2" else [MUON, EMBEDDING]
+    case = replace(CASE, model_type=model_type, tied=None, optimizer=OptimizerConfig(**{**CONFIG, "groups": groups}))
+    assert apart(case, LAYOUTS[layout]) <= TOLERANCE
+
+
+def trained_by_hand(case: Case) -> list[Tensor]:
+    """Two optimizers and a loop of plain torch."""
+    model = case_model(case.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
+    named = dict(model.named_parameters())
+    muon = [p for name, p in named.items() if name.split(".")[-2].endswith("_proj")]
+    norms = [p for name, p in named.items() if "norm" in name]
+    adamw = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.0}
+    optimizers = [
+        Muon(muon, lr=0.02, weight_decay=0.1, momentum=0.9),
+        AdamW([named["model.embed_tokens.weight"]], **{**adamw, "lr": 5e-3, "weight_decay": 0.3, "eps": 1e-6}),
+        AdamW([{"params": [named["lm_head.weight"]], "weight_decay": 0.1}, {"params": norms}], **adamw),
+    ]
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    for step in range(case.steps):
+        factor = [0.0, 1.0, 2 / 3, 1 / 3][step]
+        for optimizer, bases in zip(optimizers, rates, strict=True):
+            for group, base in zip(optimizer.param_groups, bases, strict=True):
+                group["lr"] = base * factor
+        (batch,) = share(case, step, 0, 1)
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        targets = batch["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), case.max_norm or 0.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_in_one_process_they_are_two_optimizers_of_plain_torch() -> None:
+    (by_hand,) = pool(1).run(unrounded, trained_by_hand, CASE)
+    for found, weight in zip(by_hand, expected(CASE).weights.values(), strict=True):
+        assert float((found - weight).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.zoo
+def test_muon_as_torch_has_it_differs_between_layouts_by_what_it_rounds_alone() -> None:
+    case = replace(CASE, steps=1, schedule=None)
+    (alone,) = pool(1).run(train_case, "single", {}, {}, case)
+    start = dict(case_model("llama", tied=False, seed=0, dtype=torch.float64, layers=None).named_parameters())
+    for outcome in pool(2).run(train_case, "fsdp2", {}, {}, case):
+        for name, weight in alone.weights.items():
+            allowed = 0.05 * (weight - start[name].detach()).norm() if "_proj" in name else TOLERANCE
+            assert (outcome.weights[name] - weight).norm() <= allowed
+
+
+# -- refused
+
+
+def refusal(config: OptimizerConfig, strategy: str, options: dict[str, Any], sizes: dict[str, Any]) -> str:
+    """The task of one rank: what build_optimizer raises."""
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=options)
+    manager = stack.build(Mesh(degrees, world))
+    manager.parallelize(case_model("llama", tied=False, seed=0, dtype=torch.float64, layers=None))
+    try:
+        manager.build_optimizer(optimizer_factory(config))
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("layout", few_and_all(PIECES, ["megatron_fsdp"]))
+def test_muon_is_refused_by_name_where_a_rank_has_pieces(layout: str) -> None:
+    ranks, *rest = PIECES[layout]
+    told = pool(ranks).run(refusal, OptimizerConfig(**CONFIG), *rest)
+    assert len(set(told)) == 1
+    assert "StrategyError" in told[0]
+    assert "Muon" in told[0]
+    assert "pieces" in told[0]
+
+
+def test_a_group_may_be_of_one_stage_alone_and_one_of_none_is_an_error_on_all_ranks() -> None:
+    _, *layout = LAYOUTS["pipeline over ddp"]
+    one = OptimizerConfig(
+        groups=[{"match": ["lm_head.*"], "name": "SGD"}, {"match": ["*embed_tokens*"], "name": "SGD"}]
+    )
+    assert pool(2).run(refusal, one, *layout) == ["", ""]
+    none = OptimizerConfig(groups=[{"match": ["*lm_heads.weight"], "lr": 1.0}])
+    told = pool(2).run(refusal, none, *layout)
+    assert len(set(told)) == 1
+    assert "Did you mean 'lm_head.weight'?" in told[0]
+
+
+# -- state
+
+
+RESUMED = [
+    ("pipeline over fsdp2", "fsdp2"),
+    ("fsdp2", "ddp, bucketed"),
+    ("fsdp2, tp and shards", "pipeline over ddp"),
+    ("fsdp2", "pipeline over fsdp2, shards"),
+    ("ddp", "fsdp2, hybrid"),
+]
+
+
+def resumed(layout: str, steps: range, source: Path | None, target: Path | None) -> list[Part]:
+    ranks, strategy, config, sizes = LAYOUTS[layout]
+    paths = [str(path) if path is not None else None for path in (source, target)]
+    parts: list[Part] = pool(ranks).run(
+        unrounded, train_resumed, strategy, config, sizes, CASE, steps, *paths, timeout_s=300
+    )
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*pair, marks=() if index == 0 else pytest.mark.zoo) for index, pair in enumerate(RESUMED)],
+)
+def test_state_and_rates_of_all_members_go_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    whole = pool(1).run(unrounded, train_resumed, "single", {}, {}, CASE, range(CASE.steps), None, None)[0]
+    resumed(before, range(2), None, tmp_path / "step")
+    parts = resumed(after, range(2, CASE.steps), tmp_path / "step", None)
+    assert wrong_rates(parts, range(2, CASE.steps), whole) == ""
+    tail = replace(whole.outcome, losses=whole.outcome.losses[2:], norms=whole.outcome.norms[2:])
+    assert difference([part.outcome for part in parts], tail).worst <= TOLERANCE
+
+
+def moved_in_memory(source: tuple[Any, ...], target: tuple[Any, ...]) -> list[float]:
+    """The task of one rank: losses after the whole state has gone from one strategy to another."""
+    from meshwright.testing.parity import build_manager, train_steps
+
+    first = build_manager(*source, replace(CASE, schedule=None))
+    train_steps(first, CASE, range(2))
+    state = first.state_dict(full=True)
+    second = build_manager(*target, replace(CASE, schedule=None), seed=1)
+    train_steps(second, CASE, range(9, 10))
+    second.load_state_dict(state, full=True)
+    return [a - b for a, b in zip(*(train_steps(each, CASE, range(2, 4))[0] for each in (first, second)), strict=True)]
+
+
+@pytest.mark.zoo
+def test_whole_state_goes_from_one_strategy_to_another() -> None:
+    for rank in pool(2).run(unrounded, moved_in_memory, LAYOUTS["pipeline over ddp"][1:], LAYOUTS["fsdp2"][1:]):
+        assert max(map(abs, rank)) <= TOLERANCE
+
+
+# -- as torch's optimizers
+
+
+def two() -> tuple[Optimizers, list[nn.Parameter]]:
+    parameters = [nn.Parameter(torch.full((2, 2), float(value))) for value in range(1, 4)]
+    return Optimizers([AdamW(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.2, momentum=0.9)]), parameters
+
+
+def stepped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_several_as_one_keep_the_state_of_each_and_load_it_again() -> None:
+    first, parameters = two()
+    stepped(first, parameters)
+    assert [set(first.state[p]) for p in parameters] == [{"step", "exp_avg", "exp_avg_sq"}] * 2 + [{"momentum_buffer"}]
+    assert len(first.state) == len(list(first.state)) == 3
+    saved = copy.deepcopy(first.state_dict())
+    second, others = two()
+    for own, other in zip(parameters, others, strict=True):
+        other.data.copy_(own.data)
+    second.load_state_dict(saved)
+    for optimizer, trained in ((first, parameters), (second, others)):
+        stepped(optimizer, trained)
+        optimizer.zero_grad()
+    assert all(own.equal(other) for own, other in zip(parameters, others, strict=True))
+    assert all(p.grad is None for p in parameters)
+    assert nn.Parameter(torch.ones(1)) not in first.state
+
+
+def test_what_several_as_one_cannot_do_is_refused() -> None:
+    optimizer, parameters = two()
+    with pytest.raises(StrategyError, match="does not say to which"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(StrategyError, match="cannot be replaced as a list"):
+        optimizer.param_groups = [{"params": parameters}]
+    with pytest.raises(StrategyError, match="their own"):
+        optimizer.state = {parameters[0]: {}}
+    with pytest.raises(StrategyError, match="have the same parameter"):
+        Optimizers([SGD(parameters, lr=1.0), SGD(parameters[:1], lr=1.0)])
+    with pytest.raises(StrategyError, match="at least one"):
+        Optimizers([])
+
+
+# -- in a run
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"groups": [{"match": ["*.q_prjo.*"]}]}, "optimizer.groups[0] fits no parameter"),
+        ({"groups": [{"matrices": True, "name": "Muno"}]}, "'Muno' is not in torch.optim. Did you mean 'Muon'?"),
+        ({"groups": [{"match": ["*norm*"], "name": "Muon"}]}, "optimizer.groups[0]: optimizer 'Muon' refuses"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model_of_a_run_are_errors_before_it_starts(
+    optimizer: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    _, error, code = Place(tmp_path, tmp_path).run(optimizer=optimizer)
+    assert code == 2
+    assert text in error
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

@@ -1,0 +1,376 @@
+"""Tensor parallelism by itself, against single: models, options, what is communicated, whole parameters, wrong plans.
+
+Shapes of messages: B sequences, S positions, D features, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.tensor_only import assert_equal_to_single, prepare
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from meshwright import ModelError, StrategyError, count_tokens, open_world
+from meshwright.manager.row_loss import RowLoss
+from meshwright.parallel.tensor import parallelize_tensors
+from meshwright.step.row_head import RowHead
+from meshwright.step.token_loss import targets
+from meshwright.testing import Case, Cell, pool
+from meshwright.testing.case import global_batch, share
+from meshwright.testing.collectives import measure_collectives
+from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.train.run_file import OptimizerConfig
+
+TP2 = {"tp_size": 2}
+
+
+def adamw(**options: Any) -> OptimizerConfig:
+    return OptimizerConfig(lr=1e-2, weight_decay=0.1, options=options)
+
+
+# -- parity. The tiny Llama has 2 key heads, 52 features between MLP layers and 131 tokens.
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks"),
+    [
+        # The middle rank's two query heads read a key head each, those of the others one. The last rank's MLP has 16
+        # features, the others' 18.
+        ("six_heads", 3),
+        # More ranks than key heads, one query head each. The last rank's MLP has 7 features, the others' 9.
+        ("six_heads", 6),
+        # A rank's first two query heads read one key head, and its third one another.
+        ("three_kv_heads", 2),
+        ("one_kv_head", 2),
+        # Key and value projections with biases.
+        ("qwen2", 4),
+    ],
+)
+def test_key_heads_that_the_ranks_do_not_divide(model_type: str, ranks: int) -> None:
+    assert_equal_to_single(Case(model_type=model_type, tied=None, steps=2), ranks)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(), id="ragged-masks"),
+        pytest.param(Case(tied=True, microbatches=3), id="tied-accumulating"),
+        pytest.param(Case(frozen=("*embed_tokens*", "*layers.1.*", "*k_proj*")), id="frozen"),
+        pytest.param(Case(frozen=("*proj*", "*embed*", "lm_head*")), id="only-norms-train"),
+        pytest.param(Case(norm_type=1.0, max_norm=5.0), id="norm-1"),
+        pytest.param(Case(norm_type=math.inf, max_norm=0.05), id="norm-inf"),
+        pytest.param(Case(eval_after=True), id="evaluation"),
+        pytest.param(Case(unshard_after=True, tied=True), id="unshard-between-steps"),
+        pytest.param(Case(optimizer=adamw(foreach=True)), id="foreach"),
+        pytest.param(Case(optimizer=adamw(fused=True)), id="fused"),
+        pytest.param(Case(model_type="three_kv_heads", tied=True), id="shared-key-heads"),
+        pytest.param(Case(model_type="soft_capped"), id="soft-capped-logits"),
+    ],
+)
+def test_options(case: Case, sequence_parallel: bool) -> None:
+    assert_equal_to_single(case, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param("gpt2", id="conv1d-with-a-derived-plan-gpt2"),
+        pytest.param("starcoder2", id="biases-starcoder2"),
+        pytest.param("mixtral", id="experts-mixtral"),
+        pytest.param("llama4_text", id="packed-experts-llama4"),
+        pytest.param("gpt_oss", id="sinks-and-biased-experts-gpt_oss"),
+        pytest.param("deepseek_v2", id="latent-attention-deepseek_v2"),
+        pytest.param("longcat_flash", id="identity-experts-longcat_flash"),
+        pytest.param("qwen3", id="head-norms-qwen3"),
+        pytest.param("apertus", id="activation-with-parameter-apertus"),
+        pytest.param("gemma2", id="soft-capped-gemma2"),
+    ],
+)
+def test_models(model_type: str, sequence_parallel: bool) -> None:
+    assert_equal_to_single(Case(model_type=model_type, tied=None, steps=2), sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama4_text", "apertus", "three_kv_heads", "soft_capped"])
+def test_models_with_plain_parameters(model_type: str, sequence_parallel: bool) -> None:
+    """Three AdamW steps, two microbatches, evaluation, whole weights between steps."""
+    case = Case(model_type=model_type, tied=None, microbatches=2, eval_after=True, unshard_after=True)
+    assert_equal_to_single(case, sequence_parallel=sequence_parallel, plain=True)
+
+
+def test_state_of_plain_parameters_moves_to_single_and_back() -> None:
+    config = {"sequence_parallel": True, "plain": True}
+    Cell("tensor_only", "tp=2", 2, TP2, "state", Case(steps=4), config, kind="state", plugin="tensor_only").check()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_state_moves_to_single_and_back(tied: bool, sequence_parallel: bool) -> None:
+    config = {"sequence_parallel": sequence_parallel}
+    case = Case(steps=4, tied=tied)
+    Cell("tensor_only", "tp=2", 2, TP2, "state", case, config, kind="state", plugin="tensor_only").check()
+
+
+@pytest.mark.parametrize("model_type", ["flipped", "first_entry_masked", "last_entry_masked", "of_unit_length"])
+def test_logits_that_are_changed_across_the_vocabulary(model_type: str) -> None:
+    assert_equal_to_single(Case(model_type=model_type, steps=2))
+
+
+ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "model.layers.*.self_attn.o_proj": "rowwise"
+}
+GATE, UP, DOWN = (f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down"))
+PLANS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "attention-only": ("llama", ATTENTION),
+    "gathered": (
+        "llama",
+        {"model.layers.*.self_attn.v_proj": "colwise_gather_output"}
+        | {GATE: "colwise_rep", UP: "colwise_gather_output", DOWN: "rowwise_split_input"}
+        | {"model.layers.*.self_attn.o_proj": "rowwise_rep", "lm_head": "colwise_rep"},
+    ),
+    "embedding-by-features": ("llama", {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"}),
+    "norms-on-a-part-of-the-positions": (
+        "llama",
+        {"model.layers.*.input_layernorm": "sequence_parallel", "model.norm": "sequence_parallel", **ATTENTION},
+    ),
+    "packed-phi3": ("phi3", {"model.layers.*.mlp.gate_up_proj": "packed_colwise", DOWN: "rowwise"}),
+    "conv1d-gpt2": ("gpt2", {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}),
+    "one-layer": ("llama", {"model.layers.1.mlp.gate_proj": "colwise_gather_output"}),
+    "head-in-parts": ("llama", ATTENTION | {"lm_head": "colwise"}),
+    "torch-positions": (
+        "llama",
+        ATTENTION
+        | {
+            "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+            "model.norm": SequenceParallel(),
+        }
+        | {"lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)},
+    ),
+    "torch-styles": ("llama", ATTENTION | {GATE: ColwiseParallel(), UP: ColwiseParallel(), DOWN: RowwiseParallel()}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_of_the_user(name: str) -> None:
+    model_type, plan = PLANS[name]
+    assert_equal_to_single(Case(model_type=model_type, steps=2), tp_plan=plan)
+
+
+# -- what is communicated
+
+
+def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, int]], list[int]]:
+    """Calls by kind and the largest message, in forward, backward and the sums after it."""
+    prepare()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = case_model(model_type, tied=False, seed=0, dtype=torch.float64)
+    head = RowHead(model, "lm_head")
+    parallel = parallelize_tensors(model, mesh, sequence_parallel=sequence_parallel)
+    loss = RowLoss(head, None, is_divided=parallel.divides_vocabulary, model=model_type)
+    batch = global_batch(Case(), 0)
+    losses: list[Tensor] = []
+
+    loss.choose(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False), open_world("cpu"))
+
+    def forward() -> None:
+        run = lambda: model(input_ids=batch["input_ids"], use_cache=False)  # noqa: E731
+        given = targets(batch["labels"]), torch.tensor(7)
+        losses.append(loss.share(run, *given, parallel.check_logits)[0])
+
+    parts = [measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.add_gradients)]
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    assert all(each.kind in kinds for part in parts for each in part)
+    counts = [{kind: len(part.of(kind)) for kind in kinds} for part in parts]
+    return counts, [max((each.bytes for each in part), default=0) for part in parts]
+
+
+BLOCKS = 3
+HIDDEN_BSD_BYTES = 12 * 16 * 36 * 8
+LOGITS_BSV_BYTES = 12 * 16 * 131 * 8
+
+
+def test_two_all_reduces_per_block_and_direction_and_no_whole_logits() -> None:
+    for counts, largest in pool(2).run(_messages, "llama", False):
+        # Forward: the embedding and the blocks; and three numbers of each position for the loss.
+        assert counts[0] == {"all_reduce": 1 + 2 * BLOCKS, "all_gather": 1, "reduce_scatter": 0}
+        # Backward: the head and the blocks.
+        assert counts[1] == {"all_reduce": 1 + 2 * BLOCKS, "all_gather": 0, "reduce_scatter": 0}
+        assert set(counts[2].values()) == {0}
+        assert largest == [HIDDEN_BSD_BYTES, HIDDEN_BSD_BYTES, 0]
+
+
+def test_an_all_gather_and_a_reduce_scatter_in_place_of_each_under_sequence_parallelism() -> None:
+    for counts, largest in pool(2).run(_messages, "llama", True):
+        # The exit of the stack gathers, and the loss.
+        assert counts[0] == {"all_reduce": 1, "all_gather": 2 * BLOCKS + 1 + 1, "reduce_scatter": 2 * BLOCKS}
+        # Backward, its entry does.
+        assert counts[1] == {"all_reduce": 1, "all_gather": 2 * BLOCKS + 1, "reduce_scatter": 2 * BLOCKS}
+        # The norms of blocks have met a part of the positions.
+        assert counts[2] == {"all_reduce": 2 * BLOCKS, "all_gather": 0, "reduce_scatter": 0}
+        assert largest[:2] == [HIDDEN_BSD_BYTES, HIDDEN_BSD_BYTES]
+
+
+def test_logits_are_gathered_where_the_loss_cannot_be_computed_on_shards() -> None:
+    """The tests above would prove nothing if gathered logits did not show."""
+    for counts, largest in pool(2).run(_messages, "flipped", False):
+        assert counts[0]["all_gather"] == 1
+        assert largest[0] >= LOGITS_BSV_BYTES
+
+
+# -- parameters
+
+
+def _parameters(tied: bool) -> tuple[set[str], dict[str, tuple[int, ...]], bool]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny_model(tied=tied)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parallelize_tensors(model, mesh)
+    after = dict(model.named_parameters())
+    whole = all(torch.equal(before[name], p.full_tensor()) for name, p in after.items())
+    kinds = {type(p.data).__name__ for p in after.values()}
+    assert before.keys() == after.keys()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    return kinds, {name: tuple(p.to_local().shape) for name, p in after.items()}, whole
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_keep_names_and_values_and_each_rank_its_part(tied: bool) -> None:
+    for rank, (kinds, shapes, whole) in enumerate(pool(2).run(_parameters, tied)):
+        assert kinds == {"DTensor"}
+        assert whole
+        assert shapes["model.embed_tokens.weight"] == ((66, 65)[rank], 36)
+        width = tiny_model().model.layers[0].self_attn.q_proj.out_features // 2
+        assert shapes["model.layers.0.self_attn.q_proj.weight"] == (width, 36)
+        assert shapes["model.layers.0.self_attn.o_proj.weight"] == (36, width)
+        assert shapes["model.layers.0.mlp.down_proj.weight"] == (36, 26)
+        assert shapes["model.layers.0.input_layernorm.weight"] == (36,)
+
+
+# -- whole parameters
+
+
+def _whole_between_steps(config: Mapping[str, Any]) -> tuple[float, int, bool, bool]:
+    """Distance of the logits from the unsharded model's; collectives inside; whether training goes on the same."""
+    prepare()
+    case = Case(tied="tp_plan" not in config)
+    disturbed, other = (build_manager("tensor_only", config, TP2, case) for _ in range(2))
+    for manager in (disturbed, other):
+        train_steps(manager, case, range(1))
+    ids_BS = global_batch(case, 7)["input_ids"]
+    reference = tiny_model(tied=bool(case.tied))
+    reference.load_state_dict(full_weights(disturbed), strict=False)
+    reference.tie_weights()
+    with disturbed.unshard() as (model,):
+        plain = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        answers: list[Tensor] = []
+        with torch.no_grad():
+            traffic = measure_collectives(lambda: answers.append(model(input_ids=ids_BS).logits))
+            model.generate(ids_BS[:1, :4], max_new_tokens=2, do_sample=False)
+            apart = float((answers[0] - reference(input_ids=ids_BS).logits).abs().max())
+    for manager in (disturbed, other):
+        train_steps(manager, case, range(1, 3))
+    weights = [full_weights(manager) for manager in (disturbed, other)]
+    same = all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    return apart, len(traffic), plain, same
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="own-plan"),
+        pytest.param({"sequence_parallel": True}, id="sequence-parallel"),
+        pytest.param({"tp_plan": PLANS["torch-styles"][1]}, id="torch-styles"),
+    ],
+)
+def test_whole_parameters_compute_alone_and_training_goes_on_to_the_last_bit(config: Mapping[str, Any]) -> None:
+    for apart, collectives, plain, same in pool(2).run(_whole_between_steps, config):
+        assert apart <= 1e-12
+        assert (collectives, plain, same) == (0, True, True)
+
+
+def _whole_with_an_error() -> bool:
+    prepare()
+    manager = build_manager("tensor_only", {}, TP2, Case())
+    with pytest.raises(KeyError), manager.unshard():
+        raise KeyError
+    return all(isinstance(parameter, DTensor) for parameter in manager.model.parameters())
+
+
+def test_shards_come_back_after_an_error() -> None:
+    assert pool(2).run(_whole_with_an_error) == [True, True]
+
+
+def _evaluated_first() -> list[float]:
+    prepare()
+    case = Case()
+    manager = build_manager("tensor_only", {}, TP2, case)
+    batch = share(case, 0, 0, 1)
+    num_tokens = count_tokens(batch, manager.mesh)
+    before = manager.eval_loss(batch, num_tokens=num_tokens)
+    trained = manager.forward_backward(batch, num_tokens=num_tokens)
+    after = manager.eval_loss(batch, num_tokens=num_tokens)
+    return [float(before), float(trained), float(after)]
+
+
+def test_evaluation_before_the_first_step_gives_the_loss_of_training() -> None:
+    """Only a training step shows whether logits may stay sharded."""
+    for losses in pool(2).run(_evaluated_first):
+        assert losses == pytest.approx([losses[1]] * 3, abs=1e-12)
+
+
+# -- plans that are wrong show in the first step
+
+
+def _first_step(plan: Mapping[str, Any]) -> tuple[str, bool]:
+    """The refusal, and whether weights are as they were."""
+    prepare()
+    case = Case(model_type="qwen3")
+    manager = build_manager("tensor_only", {"tp_plan": plan}, TP2, case)
+    before = full_weights(manager)
+    try:
+        train_steps(manager, case, range(1))
+    except StrategyError as error:
+        after = full_weights(manager)
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    return "", False
+
+
+HEAD_NORMS = {f"model.layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
+
+
+@pytest.mark.parametrize("left_out", ["q_norm", "k_norm"])
+def test_a_plan_that_leaves_out_a_norm_of_heads_is_refused_with_nothing_trained(left_out: str) -> None:
+    norms = {name: style for name, style in HEAD_NORMS.items() if left_out not in name}
+    for text, unchanged in pool(2).run(_first_step, ATTENTION | norms):
+        assert f"replicates model.layers.0.self_attn.{left_out}.weight" in text
+        assert "replicated_with_grad_allreduce in tp_plan" in text
+        assert "and 1 more" in text
+        assert unchanged
+
+
+def test_the_whole_plan_is_not_refused() -> None:
+    assert [text for text, _ in pool(2).run(_first_step, ATTENTION | HEAD_NORMS)] == ["", ""]
+
+
+def _unfitting(plan: Mapping[str, Any]) -> str:
+    prepare()
+    with pytest.raises(ModelError) as caught:
+        train_steps(build_manager("tensor_only", {"tp_plan": plan}, TP2, Case()), Case(), range(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", [{GATE: "colwise"}, {"lm_head": "rowwise"}, {DOWN: RowwiseParallel()}], ids=str)
+def test_a_plan_that_names_half_of_a_pair_of_layers_is_refused(plan: Mapping[str, Any]) -> None:
+    for text in pool(2).run(_unfitting, plan):
+        assert re.search(r"cannot run with its tensor-parallel plan \(tp_plan\): .*give styles to both", text)

@@ -1,0 +1,456 @@
+"""Where plans come from, what they may say, and that transformers' plans mean what ours do."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tensor_only import expected, prepare, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, LlamaConfig
+
+from meshwright import ConfigError, MeshwrightError, ModelError, hookimpl
+from meshwright.files import class_paths as imports
+from meshwright.parallel.tensor import (
+    STYLES,
+    TensorParallel,
+    get_hf_tp_shard_plan,
+    parallelize_tensors,
+    translate_to_torch_parallel_style,
+)
+from meshwright.parallel.tensor import plan as plan_module
+from meshwright.parallel.tensor.module_styles import Plan
+from meshwright.parallel.tensor.plan import find_plan
+from meshwright.strategy.ask import model_layout
+from meshwright.strategy.registry import Registry
+from meshwright.testing import Case, pool
+from meshwright.testing.collectives import measure_collectives
+from meshwright.testing.models import TINY, case_model, tiny_model
+from meshwright.testing.parity import difference
+
+GATE = "model.layers.*.mlp.gate_proj"
+ONE = {GATE: "colwise_gather_output"}
+
+
+@functools.cache
+def llama() -> nn.Module:
+    """Not to be changed."""
+    return tiny_model()
+
+
+def found(given: Any = None, *, model: nn.Module | None = None, registry: Registry | None = None) -> Plan:
+    model = model or llama()
+    return find_plan(model, model_layout(model), given, registry=registry or Registry([]))
+
+
+# -- sources
+
+
+def plan_for_a_model(model: nn.Module) -> dict[str, str]:
+    """A plan that a user's module offers."""
+    return {f"model.layers.{index}.mlp.up_proj": "colwise_gather_output" for index in range(len(model.model.layers))}
+
+
+def plan_for_all_models() -> dict[str, str]:
+    """A plan that does not look at the model."""
+    return ONE
+
+
+def plan_of_two_things(model: nn.Module, ranks: int) -> dict[str, str]:
+    return ONE
+
+
+def no_plan(model: nn.Module) -> list[str]:
+    return ["colwise"]
+
+
+class _Hook:
+    def __init__(self, answer: Mapping[str, Any] | None) -> None:
+        self.answer = answer
+        self.asked: list[bool] = []
+
+    @hookimpl
+    def tp_plan(self, model: nn.Module, layout: Any, sequence_parallel: bool) -> Mapping[str, Any] | None:
+        self.asked.append(sequence_parallel)
+        return self.answer
+
+
+def _registry_with(hook: _Hook) -> Registry:
+    registry = Registry([])
+    registry.register(hook, name="hook")
+    assert not registry.failures
+    return registry
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> str:
+    """This module's name, allowed for the duration of a test."""
+    monkeypatch.setattr(imports, "_users", set(imports._users))
+    imports.allow_imports(__name__)
+    return __name__
+
+
+def test_a_dict_goes_before_all_others() -> None:
+    hook = _Hook({"lm_head": "colwise_gather_output"})
+    plan = found(ONE, registry=_registry_with(hook))
+    assert set(plan.modules) == {f"model.layers.{index}.mlp.gate_proj" for index in range(3)}
+    assert hook.asked == []
+
+
+def test_an_import_path_of_a_dict_or_of_a_function(allowed: str) -> None:
+    hook = _Hook({"lm_head": "colwise_gather_output"})
+    by_dict = found(f"{allowed}.ONE", registry=_registry_with(hook))
+    assert by_dict.modules == found(ONE).modules
+    by_function = found(f"{allowed}.plan_for_a_model", registry=_registry_with(hook))
+    assert set(by_function.modules) == {f"model.layers.{index}.mlp.up_proj" for index in range(3)}
+    assert found(f"{allowed}.plan_for_all_models").modules == by_dict.modules
+    assert hook.asked == []
+
+
+def test_an_import_path_outside_of_the_allow_list_is_not_imported() -> None:
+    with pytest.raises(ConfigError, match="not on the allow-list"):
+        found("test_tensor_parallel_plan.ONE")
+
+
+def test_a_path_of_what_is_no_plan_is_refused(allowed: str) -> None:
+    with pytest.raises(ConfigError, match="is a list, not a dict or a function returning one"):
+        found(f"{allowed}.no_plan")
+    with pytest.raises(ConfigError, match="needs model, ranks, but it is called with the model, or with nothing"):
+        found(f"{allowed}.plan_of_two_things")
+    with pytest.raises(ConfigError, match="is not a dict or a function, but a class"):
+        found(f"{allowed}._Hook")
+
+
+def test_a_hook_goes_before_the_model_s_own_plan_and_passes_with_none() -> None:
+    hook = _Hook({"model.layers.0.mlp.down_proj": "rowwise_split_input"})
+    plan = find_plan(llama(), model_layout(llama()), sequence_parallel=True, registry=_registry_with(hook))
+    assert plan.modules == hook.answer
+    assert hook.asked == [True]
+    assert found(registry=_registry_with(_Hook(None))).modules == found().modules
+
+
+def test_the_model_s_own_plan_and_its_vocabulary() -> None:
+    plan = found()
+    assert plan.modules["model.layers.2.self_attn.o_proj"] == "rowwise"
+    assert plan.modules["model.embed_tokens"] == "embedding_rowwise"
+    assert plan.modules["lm_head"] == "colwise_gather_output"
+    assert len(plan.modules) == 3 * 7 + 2
+    assert all(f"{name}.weight" in plan.parameters for name in plan.modules)
+
+
+def test_without_one_the_linear_layers_of_blocks() -> None:
+    plan = found(model=tiny_model("gpt2", tied=True))
+    layers = {name: style for name, style in plan.modules.items() if ".h." in name}
+    assert len(layers) == 3 * 4
+    assert set(layers.values()) == {"colwise_gather_output"}
+    assert plan.modules["transformer.wte"] == "embedding_rowwise"
+
+
+def test_a_model_without_anything_to_shard_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Linear has no tensor-parallel plan.*Give a tp_plan, or set tp_size=1"):
+        found(model=nn.Linear(3, 3))
+
+
+# -- what a plan may say
+
+
+def test_a_number_goes_before_the_star() -> None:
+    plan = found({GATE: "colwise", "model.layers.1.mlp.gate_proj": "replicate"})
+    assert [plan.modules[f"model.layers.{index}.mlp.gate_proj"] for index in range(3)] == [
+        "colwise",
+        "replicate",
+        "colwise",
+    ]
+
+
+def test_entries_for_parameters_go_before_their_module_s() -> None:
+    plan = found({GATE: "colwise", f"{GATE}.weight": "replicate", "lm_head.weight": "replicate"})
+    assert plan.parameters["model.layers.1.mlp.gate_proj.weight"] == "replicate"
+    assert plan.parameters["lm_head.weight"] == "replicate"
+    assert "lm_head" not in plan.modules
+
+
+def test_styles_of_torch_stand_beside_names() -> None:
+    plan = found({GATE: ColwiseParallel(), "lm_head": "colwise_gather_output"})
+    assert plan.modules["model.layers.0.mlp.gate_proj"] == "colwise"
+    assert set(plan.parameters) == {f"model.layers.{index}.mlp.gate_proj.weight" for index in range(3)} | {
+        "lm_head.weight"
+    }
+
+
+def test_layouts_that_shard_positions_turn_sequence_parallelism_on() -> None:
+    assert not found({GATE: ColwiseParallel()}).shards_positions
+    assert found({GATE: ColwiseParallel(input_layouts=Shard(1))}).shards_positions
+    assert found({"model.norm": SequenceParallel()}).shards_positions
+
+
+@pytest.mark.parametrize("head", ["colwise", ColwiseParallel(), ColwiseParallel(output_layouts=Shard(-1))], ids=str)
+def test_a_head_gives_whole_logits(head: Any) -> None:
+    """Parts of them would give another loss on each rank."""
+    assert found({"lm_head": head}).modules == {"lm_head": "colwise_gather_output"}
+    model = AutoModelForSequenceClassification.from_config(LlamaConfig(**TINY["llama"], num_labels=4))
+    assert found({"score": head}, model=model).modules == {"score": "colwise_gather_output"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        ({GATE: "colwize"}, ConfigError, r"unknown style 'colwize'. Did you mean 'colwise'\? Known: colwise, "),
+        (
+            {"model.layers.*.mlp.gate": "colwise"},
+            ConfigError,
+            r"names 'model.layers.\*.mlp.gate', which is no module or parameter of LlamaForCausalLM."
+            r" Did you mean 'model.layers.\*.mlp\.?.*'\? `\*` stands",
+        ),
+        ({"model.layers.7.mlp": "replicate"}, ConfigError, "which is no module or parameter"),
+        ({GATE: 2}, ConfigError, "a int, not a style's name or a ParallelStyle"),
+        ({GATE: ColwiseParallel}, ConfigError, "not a style's name or a ParallelStyle"),
+        ({"model.layers.*.mlp": "colwise"}, ModelError, r"model.layers.0.mlp \(LlamaMLP\) the style 'colwise'"),
+        ({GATE: "embedding_rowwise"}, ModelError, r"\(Linear\).*needs a module with num_embeddings. Change the plan"),
+        ({"model.norm": "embedding_colwise"}, ModelError, "needs a module with embedding_dim"),
+        ({"model.norm": "colwise"}, ModelError, "model.norm"),
+        ({"model.norm": "rowwise"}, ModelError, "model.norm"),
+        ({"model.embed_tokens": "colwise"}, ModelError, "model.embed_tokens"),
+        ({"model.layers.*.mlp": "packed_colwise"}, ModelError, "model.layers.0.mlp"),
+        ({"lm_head.weight": "colwise"}, ConfigError, "but the layer 'lm_head' none.*Give the style to 'lm_head'"),
+        ({GATE: RowwiseParallel(output_layouts=Shard(-1))}, ConfigError, "which no style of meshwright is equal to"),
+        ({"model.norm": SequenceParallel(sequence_dim=0)}, ConfigError, "which no style of meshwright is equal to"),
+        ({"model.embed_tokens": ColwiseParallel()}, ConfigError, "which no style of meshwright is equal to"),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused(plan: Mapping[str, Any], error: type[MeshwrightError], text: str) -> None:
+    with pytest.raises(error, match=text):
+        found(plan)
+
+
+# -- what does not fit the number of ranks is refused before anything happens
+
+
+def _refused(model_type: str, tied: bool | None, plan: Mapping[str, Any] | None) -> tuple[str, int, bool]:
+    """The refusal, collectives before it, and whether the model is as it was."""
+    prepare()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    model = case_model(model_type, tied=tied, seed=0, dtype=torch.float64)
+    parameters, forwards = dict(model.named_parameters()), [module.forward for module in model.modules()]
+    texts = []
+
+    def work() -> None:
+        try:
+            TensorParallel(model, model_layout(model), mesh, plan=plan).apply()
+        except ModelError as error:
+            texts.append(str(error))
+
+    traffic = measure_collectives(work)
+    after = dict(model.named_parameters())
+    same = all(after[name] is parameter for name, parameter in parameters.items()) and len(after) == len(parameters)
+    untouched = [module.forward for module in model.modules()] == forwards
+    return texts[0] if texts else "", len(traffic), same and untouched
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model_type", "tied", "plan", "text"),
+    [
+        pytest.param(
+            4,
+            "six_heads",
+            False,
+            None,
+            r"model.layers.0.self_attn has 6 attention heads, which tp_size=4 does not divide. Set tp_size to one of "
+            r"1, 2, 3, 6\.",
+            id="heads",
+        ),
+        pytest.param(
+            4,
+            "llama",
+            False,
+            {GATE: "packed_colwise"},
+            r"model.layers.0.mlp.gate_proj.weight holds 2 packed parts of 26 features each, which tp_size=4 does not",
+            id="packed-parts",
+        ),
+        pytest.param(
+            2,
+            "llama",
+            True,
+            {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"},
+            r"are one parameter, but the plan \(tp_plan\) shards them in different ways: .*Give them styles that agree",
+            id="tied",
+        ),
+        pytest.param(2, "llama", True, {"lm_head": "colwise_gather_output"}, "are one parameter", id="tied-to-whole"),
+    ],
+)
+def test_refusals_come_before_any_collective_and_leave_the_model_as_it_was(
+    ranks: int, model_type: str, tied: bool | None, plan: Mapping[str, Any] | None, text: str
+) -> None:
+    answers = pool(ranks).run(_refused, model_type, tied, plan)
+    assert len({told for told, _, _ in answers}) == 1
+    for told, collectives, same in answers:
+        assert re.search(text, told), told
+        assert (collectives, same) == (0, True)
+
+
+def _mesh_of_two_axes() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(MeshwrightError) as caught:
+        parallelize_tensors(tiny_model(), mesh)
+    return str(caught.value)
+
+
+def test_a_mesh_of_several_axes_is_refused() -> None:
+    assert "takes one axis of a mesh, not 2. Give mesh['tp']." in pool(2).run(_mesh_of_two_axes)[0]
+
+
+# -- transformers' plans
+
+
+def styles_of_transformers() -> dict[str, str]:
+    """An occurrence of each style, in the plans of configurations and of model classes."""
+    styles: dict[str, str] = {}
+    for model_type in CONFIG_MAPPING:
+        try:
+            config_cls = CONFIG_MAPPING[model_type]
+        except (ImportError, AttributeError):
+            continue
+        for style in (getattr(config_cls, "base_model_tp_plan", None) or {}).values():
+            styles.setdefault(style, model_type)
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        for text in re.findall(r"^ +_tp_plan = (\{[^}]*\})$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            for style in ast.literal_eval(text).values():
+                styles.setdefault(style, path.name)
+    return styles
+
+
+def test_every_style_of_transformers_is_known() -> None:
+    styles = styles_of_transformers()
+    assert {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "moe_tp_experts"} <= styles.keys()
+    unknown = {style: where for style, where in styles.items() if style not in STYLES}
+    assert not unknown
+
+
+TRANSLATED = (
+    "colwise",
+    "rowwise",
+    "colwise_rep",
+    "colwise_gather_output",
+    "rowwise_rep",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "sequence_parallel",
+)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_has_an_equal_in_torch_or_is_refused_by_name(style: str) -> None:
+    if style in TRANSLATED:
+        assert isinstance(translate_to_torch_parallel_style(style), ParallelStyle)
+        return
+    with pytest.raises(ConfigError, match=f"style '{style}' has no equal in torch.*Use it by its name in a tp_plan"):
+        translate_to_torch_parallel_style(style)
+
+
+def test_a_style_that_is_none_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown tensor-parallel style 'row_wise'\. Did you mean 'rowwise'\?"):
+        translate_to_torch_parallel_style("row_wise")
+    for none in (None, 3, [7]):
+        with pytest.raises(ConfigError, match=f"unknown tensor-parallel style {re.escape(repr(none))}. Known: colwise"):
+            translate_to_torch_parallel_style(none)  # type: ignore[arg-type]
+
+
+def test_the_model_s_plan_in_styles_of_torch() -> None:
+    plan = get_hf_tp_shard_plan(llama())
+    assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColwiseParallel)
+    assert isinstance(plan["model.layers.*.mlp.down_proj"], RowwiseParallel)
+    assert {"model.embed_tokens", "lm_head"} <= plan.keys()
+
+
+def test_models_that_torch_s_styles_cannot_shard_are_refused() -> None:
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no tensor-parallel plan of its own"):
+        get_hf_tp_shard_plan(tiny_model("gpt2"))
+    plan = get_hf_tp_shard_plan(case_model("mixtral", tied=None, seed=0, dtype=torch.float64))
+    experts = plan["model.layers.*.mlp.experts"]
+    with pytest.raises(ConfigError, match=r"'moe_tp_experts' of meshwright.*or leave this entry out"):
+        experts._apply(llama(), None)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mixtral", "qwen3", "apertus", "deepseek_v2", "doge", "gemma3n_text", "llama4_text"]
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_the_model_s_plan_in_styles_of_torch_is_the_one_that_is_used_without_any(
+    model_type: str, is_inside: bool
+) -> None:
+    model = case_model(model_type, tied=None, seed=0, dtype=torch.float64)
+    if is_inside:
+        model = nn.Sequential(model)
+    plan, own = found(get_hf_tp_shard_plan(model), model=model), found(model=model)
+    assert (plan.modules, plan.parameters) == (own.modules, own.parameters)
+    assert "colwise" in plan.modules.values()
+
+
+def test_plans_of_the_class_and_of_inner_models_are_merged() -> None:
+    model = tiny_model()
+    model.tp_plan = {"lm_head": "colwise_gather_output"}
+    model.model.tp_plan = {"layers.*.mlp.up_proj": "colwise_gather_output"}
+    plan = get_hf_tp_shard_plan(model)
+    assert plan.keys() == {"model.embed_tokens", "lm_head", "model.layers.*.mlp.up_proj"}
+
+
+def _by_torch() -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ids_BS = torch.arange(32).view(2, 16)
+    whole, model = tiny_model(), tiny_model()
+    parallelize_module(model, mesh, get_hf_tp_shard_plan(model))
+    with torch.no_grad():
+        apart = (model(input_ids=ids_BS).logits - whole(input_ids=ids_BS).logits).abs().max()
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return float(apart), sum(each.numel() for each in local)
+
+
+def test_torch_parallelizes_a_llama_by_it() -> None:
+    whole = sum(parameter.numel() for parameter in llama().parameters())
+    for apart, held in pool(2).run(_by_torch):
+        assert apart < 1e-12
+        assert held < 0.52 * whole
+
+
+# -- corrections of transformers' plans
+
+
+def _without_corrections(task: Callable[..., Any], *args: Any) -> Any:
+    """The task's result, or the text of its error."""
+    original = plan_module._corrections
+    plan_module._corrections = dict
+    try:
+        return task(*args)
+    except (MeshwrightError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        plan_module._corrections = original
+
+
+@pytest.mark.parametrize("model_type", sorted(plan_module._corrections()))
+def test_corrections_are_enough_and_still_needed(model_type: str) -> None:
+    """One that is needed no longer can go from corrections.yaml."""
+    task = ("tensor_only", {}, {"tp_size": 2}, Case(model_type=model_type, tied=None, steps=2))
+    apart = difference(pool(2).run(train, *task), expected(task[-1]))
+    assert apart.worst <= 1e-9, apart
+    answers = pool(2).run(_without_corrections, train, *task)
+    refused = [answer for answer in answers if isinstance(answer, str)]
+    assert refused or difference(answers, expected(task[-1])).worst > 1e-6

@@ -1,0 +1,191 @@
+"""Sequence parallelism: what is on a part of the positions, plans it rests on, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.tensor_only import assert_equal_to_single, prepare
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, open_world
+from meshwright.parallel.tensor import parallelize_tensors
+from meshwright.parallel.tensor.plan import find_plan
+from meshwright.parallel.tensor.sequence_parts import find_parts
+from meshwright.step.agreement import agree
+from meshwright.step.batch import Terms
+from meshwright.strategy.ask import model_layout
+from meshwright.strategy.registry import Registry
+from meshwright.testing import Case, pool
+from meshwright.testing.case import share
+from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.parity import build_manager, full_weights, train_steps
+
+BLOCK = "model.layers.*"
+ATTENTION = {f"{BLOCK}.self_attn.{name}_proj": "colwise" for name in "qkv"} | {f"{BLOCK}.self_attn.o_proj": "rowwise"}
+GATE, UP, DOWN = (f"{BLOCK}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+
+# -- parity where it goes beyond test_tensor_parallel.py
+
+
+@pytest.mark.parametrize(
+    ("model_type", "plan"),
+    [
+        pytest.param("eager", None, id="eager-attention"),
+        pytest.param("llama", ATTENTION, id="an-mlp-that-is-not-sharded"),
+        pytest.param(
+            "llama",
+            {GATE: "colwise_gather_output", UP: "colwise_rep", DOWN: "rowwise_split_input"},
+            id="a-part-that-is-no-chain",
+        ),
+        pytest.param("llama", {"model.layers.1.mlp.up_proj": "colwise_gather_output"}, id="one-layer"),
+        pytest.param(
+            "llama", ATTENTION | {GATE: ColwiseParallel(), UP: ColwiseParallel(), DOWN: RowwiseParallel()}, id="torch"
+        ),
+        pytest.param("starcoder2", None, id="biases"),
+    ],
+)
+def test_plans_of_the_user(model_type: str, plan: Mapping[str, Any] | None) -> None:
+    case = Case(model_type=model_type, tied=model_type == "eager", steps=2)
+    assert_equal_to_single(case, sequence_parallel=True, tp_plan=plan)
+
+
+# -- what is on a part of the positions
+
+
+def _lengths() -> dict[str, tuple[int, int]]:
+    """Positions at entry and exit of modules, of 16."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny_model()
+    parallelize_tensors(model, mesh, sequence_parallel=True)
+    lengths: dict[str, tuple[int, int]] = {}
+
+    def note(name: str, module: nn.Module) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            output = output[0] if isinstance(output, tuple) else output
+            lengths[name] = (given.shape[1], output.shape[1])
+
+        module.register_forward_hook(hook, with_kwargs=True)
+
+    for name in ("embed_tokens", "norm", "layers.0", "layers.1", "layers.2", "layers.1.input_layernorm"):
+        note(name, model.model.get_submodule(name))
+    note("layers.1.self_attn.q_proj", model.model.layers[1].self_attn.q_proj)
+    note("layers.1.mlp.down_proj", model.model.layers[1].mlp.down_proj)
+    note("lm_head", model.lm_head)
+    output = model(input_ids=torch.zeros(3, 16, dtype=torch.int64), use_cache=False)
+    lengths["model"] = (16, output.logits.shape[1])
+    return lengths
+
+
+def test_only_the_blocks_of_a_stack_are_on_a_part_of_the_positions() -> None:
+    for lengths in pool(2).run(_lengths):
+        assert lengths == {
+            "embed_tokens": (16, 16),
+            "layers.0": (16, 8),
+            "layers.1": (8, 8),
+            "layers.1.input_layernorm": (8, 8),
+            "layers.1.self_attn.q_proj": (16, 16),
+            "layers.1.mlp.down_proj": (16, 8),
+            "layers.2": (8, 16),
+            "norm": (16, 16),
+            "lm_head": (16, 16),
+            "model": (16, 16),
+        }
+
+
+# -- models that it cannot have
+
+
+def _refusal(model_type: str) -> tuple[str, bool]:
+    """The refusal, and whether weights are as they were."""
+    prepare()
+    case = Case(model_type=model_type, tied=None)
+    manager = None
+    try:
+        manager = build_manager("tensor_only", {"sequence_parallel": True}, {"tp_size": 2}, case)
+        before = full_weights(manager)
+        train_steps(manager, case, range(1))
+    except ModelError as error:
+        if manager is None:
+            return str(error), True
+        after = full_weights(manager)
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    return "", False
+
+
+@pytest.mark.parametrize("model_type", ["xlm", "mllama", "inkling2_text", "gemma3n_text"])
+def test_a_model_that_mixes_positions_elsewhere_is_refused_by_all_ranks_with_the_remedy(model_type: str) -> None:
+    answers = pool(2).run(_refusal, model_type)
+    for text, unchanged in answers:
+        assert text.endswith("Set sequence_parallel=false.")
+        assert unchanged
+    assert len({text for text, _ in answers}) == 1
+
+
+def _parts_of(model: nn.Module, plan: Mapping[str, str]) -> None:
+    layout = model_layout(model)
+    find_parts(model, layout, find_plan(model, layout, plan, registry=Registry([])))
+
+
+def test_a_plan_that_shards_no_block_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no stack of blocks with tensor-parallel layers \(tp_plan\).*give a tp_plan"):
+        _parts_of(tiny_model(), {"lm_head": "colwise_gather_output"})
+
+
+def test_a_block_that_calls_sharded_layers_itself_is_refused() -> None:
+    model = case_model("opt", tied=None, seed=0, dtype=torch.float64)
+    plan = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
+    with pytest.raises(ModelError, match=r"calls the tensor-parallel layer model.decoder.layers.0.fc1 itself.*=false"):
+        _parts_of(model, plan)
+
+
+# -- lengths
+
+
+def _odd_length(sequence_parallel: bool) -> tuple[str, float]:
+    """The refusal of 15 positions on two ranks, and the loss of a good step after it."""
+    prepare()
+    case = Case()
+    manager = build_manager("tensor_only", {"sequence_parallel": sequence_parallel}, {"tp_size": 2}, case)
+    good = share(case, 0, 0, 1)
+    odd = [{key: value[:, :15] for key, value in batch.items()} for batch in good]
+    text = ""
+    try:
+        manager.eval_loss(odd, num_tokens=count_tokens(odd, manager.mesh))
+        manager.forward_backward(odd, num_tokens=count_tokens(odd, manager.mesh))
+        manager.optimizer_step()
+    except BatchError as error:
+        text = str(error)
+    return text, float(manager.forward_backward(good, num_tokens=count_tokens(good, manager.mesh)))
+
+
+def test_a_length_that_the_ranks_do_not_divide_is_refused_and_training_goes_on() -> None:
+    for text, loss in pool(2).run(_odd_length, True):
+        assert "sequences of 15 tokens cannot be divided among 2 ranks" in text
+        assert "Pad them to a multiple of 2 with masked labels, or set sequence_parallel=false." in text
+        assert loss > 0
+    assert [text for text, _ in pool(2).run(_odd_length, False)] == ["", ""]
+
+
+def _odd_length_on_one_data_rank() -> str:
+    world = open_world("cpu")
+    mesh = Mesh(MeshSizes(dp_size=2, tp_size=2).resolve(world.size), world)
+    length = 15 if mesh.data_rank == 1 else 16
+    ids_BS = torch.zeros(2, length, dtype=torch.int64)
+    batch = {"input_ids": ids_BS, "labels": ids_BS}
+    with pytest.raises(BatchError) as caught:
+        agree([batch], torch.tensor(1), mesh, Terms(sequence_multiple=2))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_wrong_length_on_one_data_rank_is_refused_by_all() -> None:
+    texts = pool(4).run(_odd_length_on_one_data_rank)
+    assert all("sequences of 15 tokens cannot be divided among 2 ranks" in text for text in texts), texts

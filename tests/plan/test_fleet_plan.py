@@ -1,0 +1,246 @@
+"""What `meshwright plan` says of failures: what a save holds, how often to save, and what the run's own setting costs.
+
+Options of PlanConfig and CheckpointConfig.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.plan_layouts import SIZES, Layout
+
+from meshwright.base.validation import validated
+from meshwright.checkpoint import save_checkpoint
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.read_index import read_index
+from meshwright.checkpoint.values import RANDOM
+from meshwright.cli.imports import uncollected
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.world import open_world
+from meshwright.plan.device import find_device
+from meshwright.plan.fleet import costs
+from meshwright.plan.fleet.advice import COPIED, OWN, OWN_COPIED, RECOMMENDED, failures_of, told
+from meshwright.plan.fleet.costs import SHARE_OF_LINK, state_bytes
+from meshwright.plan.fleet.fleet import HOUR
+from meshwright.plan.job import job_of
+from meshwright.plan.planned import plan
+from meshwright.plan.trace import batch_of
+from meshwright.testing.pool import pool
+from meshwright.train.run_file import RunConfig
+from meshwright.train.run_sections import PlanConfig
+
+RATE = PlanConfig().failures_per_rank_hour
+RUN: dict[str, Any] = {
+    "strategy": "fsdp2",
+    "model": {"model_type": "llama", **SIZES, "dtype": "bfloat16"},
+    "data": {"seq_len": 16},
+    "steps": 1000,
+    "batch_size": 128,
+    "micro_batch_size": 1,
+}
+STEP_S, RANKS = 5.0, 128
+OFTEN = {"failures_per_rank_hour": 128 * RATE}
+"""As often as of 16,384."""
+
+
+def _config(**changes: Any) -> RunConfig:
+    return validated(RunConfig, {**RUN, **changes}, where="the run file")
+
+
+@pytest.fixture(scope="module")
+def planned() -> Iterator[dict[str, Any]]:
+    """A job and its plan, with steps of 5 s; no option of these tests changes it."""
+    device = find_device("h100-80gb")
+    with uncollected(), pytest.MonkeyPatch.context() as patched:
+        job = job_of(_config(), RANKS)
+        found = {**plan(job, device, [0]), "step_seconds": STEP_S}
+        size = state_bytes(job)
+        patched.setattr(costs, "state_bytes", lambda same: size if same is job else None)
+        yield {"job": job, "device": device, "plan": found}
+
+
+def _failures(planned: dict[str, Any], asked: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return failures_of(_config(plan={**OFTEN, **(asked or {})}, **changes), **planned)
+
+
+def _row(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(each for each in found["rows"] if each["name"] == name)
+
+
+# -- what a checkpoint holds
+
+
+def _saved(layout: Layout, directory: Path) -> int:
+    """Bytes of model and optimizer in a checkpoint that real ranks have written after a step."""
+    job = layout.job()
+    manager = job.stack.build(Mesh(job.degrees, open_world("cpu")))
+    model = job.model()
+    batches = [batch_of(job, model) for _ in range(job.microbatches)]
+    manager.parallelize(model)
+    manager.build_optimizer(job.optimizer)
+    manager.forward_backward(batches, num_tokens=manager.announce(batches))
+    manager.optimizer_step()
+    save_checkpoint(manager, directory, step=1)
+    stored = read_index(directory, read_manifest(directory)).tensors
+    return sum(each.shape.numel() * each.dtype.itemsize for name, each in stored.items() if not name.startswith(RANDOM))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("fsdp2", 2, layers=3),
+        Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}, dtype="float32"),
+        Layout("megatron_fsdp", 2),
+        Layout("fsdp2", 2, {"pp_size": 2}),
+        Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_as_large_as_planned(layout, tmp_path):
+    first, _ = pool(2).run(_saved, layout, tmp_path / "saved")
+    assert state_bytes(layout.deep_job(layout.layers, layout.microbatches)) == first
+
+
+# -- what follows
+
+
+def test_failures_of_few_ranks_hardly_matter(planned):
+    found = _failures(planned, {"failures_per_rank_hour": RATE / 16})
+    assert found == {"ranks": 128, "mtbf_hours": pytest.approx(54 * 24 * 16_384 / 419 / 8), "rows": []}
+    assert told(found, _config()) == ["failures: one of 128 ranks fails every 6,335 h, so they hardly matter"]
+    never = _failures(planned, {"failures_per_rank_hour": 0})
+    assert (never["mtbf_hours"], "none" in told(never, _config())[0]) == (None, True)
+
+
+def test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need(planned):
+    asked = {"copy_bandwidth": 1e3, "disk_bandwidth": 2e3, "disk_bandwidth_total": 1e9}
+    found = _failures(planned, asked)
+    share, own = found["state_bytes"] / RANKS, found["rank_bytes"]
+    assert own >= share
+    assert found["saves"]["hold_s"] == pytest.approx(share / 1e3)
+    assert found["saves"]["write_s"] == pytest.approx(8 * share / 2e3)
+    assert found["saves"]["load_s"] == pytest.approx(8 * own / 2e3)
+    limited = _failures(planned, {**asked, "disk_bandwidth_total": 1e3})
+    assert limited["saves"]["write_s"] == pytest.approx(found["state_bytes"] / 1e3)
+    link = find_device("h100-80gb").node.between.rate
+    assert found["copies"]["hold_s"] == pytest.approx(own / 1e3)
+    assert found["copies"]["send_s"] == pytest.approx(own / link / SHARE_OF_LINK)
+    at_once = _failures(planned, asked, checkpoint={"asynchronous": False})["saves"]
+    assert (at_once["hold_s"], at_once["write_s"]) == (pytest.approx(share / 1e3 + 8 * share / 2e3), 0)
+    assert _row(found, RECOMMENDED)["every"] * STEP_S >= found["saves"]["write_s"]
+
+
+SLOW = {"copy_bandwidth": 1e3, "disk_bandwidth": 2e4}
+"""A save of this small model takes seconds, as that of a large one does."""
+
+
+def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_from_it(planned):
+    found = _failures(planned, SLOW, checkpoint={"every": 2000})
+    best = _row(found, RECOMMENDED)
+    assert best["minutes"] == pytest.approx(best["every"] * STEP_S / 60)
+    assert {each["name"] for each in found["rows"]} == {RECOMMENDED, OWN, COPIED, OWN_COPIED}
+    useful = {each["name"]: each["parts"]["useful"] for each in found["rows"]}
+    assert useful[RECOMMENDED] > useful[OWN] + 0.2
+    assert useful[OWN_COPIED] > useful[OWN] + 0.2
+    copied = _row(found, COPIED)
+    assert copied["every"] > 5 * best["every"]
+    assert copied["every"] % copied["copied_every"] == 0
+    (table,) = told(found, _config(plan=OFTEN))
+    assert f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)." in table.caption
+    assert re.search(r"leaves \d\d\.\d% more of the time than every 2,000 steps", table.caption)
+    assert "every 3.1 h" in table.title
+
+
+def test_a_run_that_saves_well_is_not_told_to_and_one_that_does_not_is(planned):
+    best = _row(_failures(planned, SLOW), RECOMMENDED)["every"]
+    well = _failures(planned, SLOW, checkpoint={"every": best})
+    assert _row(well, OWN)["parts"] == _row(well, RECOMMENDED)["parts"]
+    assert "more of the time" not in told(well, _config())[0].caption
+    assert "loses all of it" in told(_failures(planned, SLOW), _config())[0].caption
+
+
+def test_a_run_that_saves_by_the_clock_saves_so_often(planned):
+    found = _failures(planned, SLOW, checkpoint={"every": "20m"})
+    assert _row(found, OWN)["every"] == 20 * 60 / STEP_S
+    both = _failures(planned, SLOW, checkpoint={"every": [100, "20m"]})
+    assert _row(both, OWN)["every"] == 100
+
+
+def test_a_run_that_copies_is_taken_as_it_copies(planned):
+    plain = _failures(planned, SLOW, checkpoint={"every": 2000})
+    for given, every in (({"every": 100}, 100), ({"every": 50, "bandwidth": "1GB/s"}, 50)):
+        own = _row(_failures(planned, SLOW, checkpoint={"every": 2000, "replicate": given}, max_restarts=1), OWN)
+        assert own["copied_every"] == every
+        assert own["every"] == pytest.approx(2000, abs=every)
+        assert own["parts"]["useful"] > _row(plain, OWN)["parts"]["useful"] + 0.1
+    # What is sent slowly is copied as often as it can be.
+    slow = plain["rank_bytes"] / (2.5 * STEP_S)
+    found = _failures(planned, SLOW, checkpoint={"every": 2000, "replicate": {"bandwidth": slow}}, max_restarts=1)
+    assert _row(found, OWN)["copied_every"] == 3
+    assert OWN_COPIED not in {each["name"] for each in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "expected"),
+    [({}, {}, 60), ({}, {"watchdog_s": 120.0}, 120), ({"detection_s": 7.0}, {"watchdog_s": 120.0}, 7)],
+)
+def test_a_failure_is_noticed_as_soon_as_the_watchdog_says(planned, asked, more, expected):
+    parts = _row(_failures(planned, {**SLOW, **asked}, **more), RECOMMENDED)["parts"]
+    # Of the time between two failures.
+    assert parts["detection"] == pytest.approx(expected / (54 * 24 * HOUR / 419), rel=0.05)
+
+
+@pytest.mark.parametrize(("option", "part"), [("detection_s", "detection"), ("restart_s", "restart")])
+def test_what_a_failure_takes_is_lost(planned, option, part):
+    some, more = (_row(_failures(planned, {**SLOW, option: each}), RECOMMENDED)["parts"] for each in (50.0, 100.0))
+    assert some[part] == pytest.approx(50 / (54 * 24 * HOUR / 419), rel=0.05)
+    assert more[part] > 1.9 * some[part]
+    assert more["useful"] < some["useful"]
+
+
+def test_the_more_often_ranks_fail_the_more_often_to_save(planned):
+    found = [_failures(planned, {**SLOW, "failures_per_rank_hour": RATE * each}) for each in (32, 128, 512)]
+    every = [_row(each, RECOMMENDED)["every"] for each in found]
+    assert every[0] == pytest.approx(2 * every[1], rel=0.1)
+    assert every[1] == pytest.approx(2 * every[2], rel=0.1)
+
+
+# -- the command
+
+
+def _command(directory: Path, *arguments: str) -> str:
+    file = directory / "run.yaml"
+    file.write_text(yaml.safe_dump(RUN), encoding="utf-8")
+    command = [sys.executable, "-m", "meshwright", "plan", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_plan_prints_what_it_recommends(tmp_path):
+    file = tmp_path / "plan.json"
+    options = ("--set", "plan.failures_per_rank_hour=10", "--set", "checkpoint.every=100000")
+    printed = _command(tmp_path, "--world", "64", "--json", str(file), *options)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    every = _row(found["failures"], RECOMMENDED)["every"]
+    said = re.search(r"checkpoint\.every=(\d+)", " ".join(printed.split()))
+    assert said is not None
+    assert int(said[1]) == every
+    assert re.search(rf"recommended +│ +{every:,} │", printed)
+    assert re.search(r"this run +│ +100,000 │", printed)
+    assert found["failures"]["mtbf_hours"] == pytest.approx(1 / 640)
+
+
+def test_a_plan_of_few_ranks_says_one_line(tmp_path):
+    lines = _command(tmp_path, "--world", "8").splitlines()
+    assert [line for line in lines if "fail" in line] == [
+        "failures: one of 8 ranks fails every 6,335 h, so they hardly matter"
+    ]

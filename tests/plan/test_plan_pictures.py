@@ -1,0 +1,643 @@
+"""Pictures of plans show what the plans say: each byte, span and rank, also where not all of them are drawn."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from support.plan_layouts import Layout, model
+
+from meshwright.base.errors import ConfigError
+from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees, MeshSizes
+from meshwright.plan import links
+from meshwright.plan.allocator import reserved
+from meshwright.plan.device import Device, find_device
+from meshwright.plan.meter import OWNERS, ROUND_TO, Held
+from meshwright.plan.pictures import colours
+from meshwright.plan.pictures.mesh_map import NODE, boxes, groups, levels, size_of
+from meshwright.plan.pictures.page import page, write_page
+from meshwright.plan.pictures.pngs import write_pngs
+from meshwright.plan.pictures.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
+from meshwright.plan.pictures.shown import Shown, frontier, shown, to_plan, traffic
+from meshwright.plan.planned import plan
+from meshwright.plan.time import COMPUTE, Span, Timeline
+from meshwright.plan.trace import Job, Operation, Trace
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LAYOUTS = {
+    "one": Layout("fsdp2", 1, layers=2),
+    "tp": Layout("fsdp2", 4, {"tp_size": 2}, layers=2),
+    "pipeline": Layout("fsdp2", 4, {"pp_size": 2}, layers=2, microbatches=3),
+    "compiled": Layout("fsdp2", 2, layers=2, microbatches=1),
+}
+
+
+def _device(node: int = 2) -> Device:
+    device = find_device("h100-80gb")
+    return device.model_copy(update={"node": device.node.model_copy(update={"ranks": node})})
+
+
+def _layouts(count: int = 40, seed: int = 0) -> list[dict[str, Any]]:
+    chosen = random.Random(seed)
+    return [
+        {
+            "label": f"layout <{number}> & more",
+            "step_seconds": chosen.uniform(1, 3),
+            "peak_reserved_bytes": (size := chosen.randrange(20 << 30, 200 << 30)),
+            "fits": size < 78 << 30,
+        }
+        for number in range(count)
+    ]
+
+
+@functools.cache
+def _subject(name: str) -> Shown:
+    job, device = LAYOUTS[name].job(), _device()
+    job = replace(job, is_compiled=name == "compiled")
+    return shown(job, device, plan(job, device, [0]), _layouts())
+
+
+@pytest.fixture(params=LAYOUTS)
+def subject(request) -> Shown:
+    return _subject(request.param)
+
+
+# -- memory
+
+
+def _held(found: Trace) -> list[tuple[str, Counter[str]]]:
+    """What each operator has left of the log, by owner: block by block."""
+    blocks: Counter[int] = Counter()
+    states: dict[int, tuple[str, Counter[str]]] = {}
+    log, done = list(found.log), 0
+    for each in found.operations:
+        while done < each.logged:
+            block, change = log[done]
+            blocks[block] += change
+            done += 1
+        owners: Counter[str] = Counter()
+        for block, size in blocks.items():
+            owners[found.owners[block]] += size
+        assert min(blocks.values()) >= 0
+        is_mark = each.name.startswith("profiler.") and each.logged in states
+        states[each.logged] = states[each.logged][0] if is_mark else each.name, owners
+    return list(states.values())
+
+
+def test_areas_of_memory_sum_to_what_is_held_at_each_moment():
+    for found, line in zip(_subject("tp").traces, _subject("tp").lines, strict=True):
+        drawn, states = memory(found, line, most=10**9), _held(found)
+        assert drawn.moments == len(states) == len(drawn.seconds)
+        assert list(drawn.operators) == [name for name, _ in states]
+        for owner in OWNERS:
+            assert list(drawn.owners.get(owner, [0] * len(states))) == [held[owner] for _, held in states]
+        assert drawn.totals == [held.total() for _, held in states]
+
+
+def test_the_peak_is_that_of_the_trace(subject):
+    for most in (10, 300, 10**9):
+        for found, line in zip(subject.traces, subject.lines, strict=True):
+            drawn = memory(found, line, most)
+            assert max(drawn.totals) == drawn.totals[drawn.peak] == found.peak.bytes
+            assert drawn.operators[drawn.peak] == found.peak.operator
+            assert {owner: each[drawn.peak] for owner, each in drawn.owners.items() if each[drawn.peak]} == dict(
+                found.peak.owners
+            )
+
+
+def test_of_moments_that_hold_the_same_the_last_is_the_peak_as_in_the_trace():
+    names = ("first", "between", "last", "after")
+    operations = tuple(
+        Operation(name, 0, 0, (), None, None, logged=place + 1, phase="forward") for place, name in enumerate(names)
+    )
+    log = ((0, 512), (0, -512), (1, 512), (1, -512))
+    held = Held(512, {"activations": 512}, "last")
+    found = Trace(0, held, Held(0, {}, ""), (), operations, log, {0: "temporary", 1: "activations"})
+    drawn = memory(found, Timeline(0, 1.0, ()), 10)
+    assert drawn.operators[drawn.peak] == "last"
+    assert drawn.owners == {"activations": (0, 0, 512, 0), "temporary": (512, 0, 0, 0)}
+
+
+def test_moments_that_are_kept_are_among_all_and_have_the_extremes_of_each_stretch(subject):
+    for found, line in zip(subject.traces, subject.lines, strict=True):
+        every, few = memory(found, line, 10**9), memory(found, line, 40)
+        assert len(few.seconds) <= 45 < len(every.seconds)
+        moments = iter(zip(every.seconds, every.totals, every.operators, every.phases, strict=True))
+        for moment in zip(few.seconds, few.totals, few.operators, few.phases, strict=True):
+            assert moment in moments  # in their order
+        assert list(every.seconds) == sorted(every.seconds)
+        assert every.seconds[-1] <= line.seconds
+
+
+def test_kept_values_are_the_least_and_the_largest_of_each_stretch():
+    values = [random.Random(1).random() for _ in range(1000)]
+    places = kept(values, 100, always=(501,))
+    assert {0, 501, 999} <= set(places)
+    assert len(places) <= 103
+    for first in range(0, 1000, 20):
+        stretch = range(first, first + 20)
+        assert {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)} <= set(places)
+
+
+def test_moments_are_when_their_operators_begin_to_compute():
+    found, line = _subject("tp").traces[0], _subject("tp").lines[0]
+    begins = {}
+    for span in line.spans:
+        if span.stream == COMPUTE:
+            begins.setdefault(span.logged, span.start)
+    drawn = memory(found, line, 10**9)
+    moments = sorted({each.logged for each in found.operations})
+    known = [(at, begins[moment]) for moment, at in zip(moments, drawn.seconds, strict=True) if moment in begins]
+    assert len(known) > 100
+    assert all(at == begin for at, begin in known)
+
+
+def test_operators_are_of_the_phase_in_which_they_run(subject):
+    for found in subject.traces:
+        names = {
+            phase: {each.name for each in found.operations if each.phase == phase}
+            for phase in ("forward", "backward", "optimizer")
+        }
+        assert {each.phase for each in found.operations} == set(names)
+        assert any("attention" in name and "backward" not in name for name in names["forward"])
+        assert any("attention" in name and "backward" in name for name in names["backward"])
+        assert not any("attention" in name or "mm" in name for name in names["optimizer"])
+        assert any("sqrt" in name or "lerp" in name for name in names["optimizer"])
+
+
+# -- the timeline
+
+
+def _spans(line: Timeline) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = {COMPUTE: []}
+    for span in line.spans:
+        found.setdefault(span.stream, []).append(span)
+    return found
+
+
+def test_bars_are_the_spans_of_the_timeline(subject):
+    drawn = lanes(subject.traces, subject.lines, subject.degrees, subject.device)
+    assert [lane.rank for lane in drawn] == sorted(lane.rank for lane in drawn)
+    for line in subject.lines:
+        of_rank = {lane.stream: lane for lane in drawn if lane.rank == line.rank}
+        assert {stream: len(lane.bars) for stream, lane in of_rank.items()} == {
+            stream: len(spans) for stream, spans in _spans(line).items()
+        }
+        for stream, spans in _spans(line).items():
+            in_order = sorted(spans, key=lambda span: span.start)
+            told = [(bar.name, bar.phase, bar.count, bar.start, bar.end) for bar in of_rank[stream].bars]
+            assert told == [(span.name, span.phase, 1, span.start, span.end) for span in in_order]
+
+
+@pytest.mark.parametrize("most", [40, 200, 1000])
+def test_bars_of_several_spans_have_their_ends_and_their_sum(subject, most):
+    drawn = lanes(subject.traces, subject.lines, subject.degrees, subject.device, most)
+    assert sum(len(lane.bars) for lane in drawn) <= 2 * most + 20 * len(drawn)
+    for lane in drawn:
+        line = next(each for each in subject.lines if each.rank == lane.rank)
+        spans = _spans(line)[lane.stream]
+        assert sum(bar.busy for bar in lane.bars) == pytest.approx(line.busy(lane.stream), rel=1e-12)
+        assert sum(bar.count for bar in lane.bars) == len(spans)
+        assert lane.bars[0].start == min(span.start for span in spans)
+        assert max(bar.end for bar in lane.bars) == max(span.end for span in spans)
+        assert all(bar.busy <= (bar.end - bar.start) * (1 + 1e-9) for bar in lane.bars)
+        assert all(one.end <= other.start for one, other in itertools.pairwise(lane.bars))
+        phases: Counter[str] = Counter()
+        for bar in lane.bars:
+            phases[bar.phase] += bar.count
+        assert phases == Counter(span.phase for span in spans)
+
+
+def test_streams_are_on_the_links_of_their_ranks():
+    pipeline = _subject("pipeline")
+    found = {(lane.rank, lane.stream): lane.link for lane in pipeline.lanes}
+    # Two stages of two ranks, on nodes of two.
+    assert found[0, "dp_shard"] == INSIDE
+    assert found[0, "to 2"] == found[2, "to 0"] == BETWEEN
+    assert found[0, COMPUTE] == found[0, "gather"] == ""
+
+
+def test_what_is_hidden_is_what_runs_beside_computing():
+    chosen = random.Random(3)
+    ticks = 500
+    work = {stream: [False] * ticks for stream in (COMPUTE, "tp")}
+    spans = []
+    for stream, taken in work.items():
+        at = 0
+        while (start := at + chosen.randrange(9)) < ticks - 10:
+            at = start + chosen.randrange(1, 9)
+            spans.append(Span(stream, "x", float(start), float(at)))
+            taken[start:at] = [True] * (at - start)
+    both = sum(map(all, zip(*work.values(), strict=True)))
+    assert 50 < both == hidden(Timeline(0, float(ticks), tuple(spans)), "tp")
+
+
+# -- the mesh
+
+
+MESHES = [
+    Degrees(dp_shard=2048, tp=8),
+    Degrees(pp=4, dp_shard=2, tp=2),
+    Degrees(dp_shard=128),
+    Degrees(pp=16, dp_replicate=2, dp_shard=16, cp=4, tp=8),
+    Degrees(dp_shard=5, tp=3),
+    Degrees(dp_shard=64, tp=2, ep=16),
+    Degrees(pp=8, dp_shard=2),
+    Degrees(dp_shard=4),
+    Degrees(),
+]
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_groups_of_the_map_are_the_axes_of_the_mesh(degrees):
+    device = find_device("h100-80gb")
+    for rank in {0, degrees.world_size // 2, degrees.world_size - 1}:
+        found = {each.name: each for each in groups(degrees, device, rank)}
+        axes = [*ROOT_AXES, *(("ep_shard", "ep") if degrees.ep > 1 else ())]
+        assert {axis for axis in axes if getattr(degrees, axis) > 1} == found.keys() & {*axes}
+        for name, each in found.items():
+            assert len(each.ranks) == len(set(each.ranks)) == size_of(name, degrees)
+            assert each.groups * len(each.ranks) == degrees.world_size
+            assert rank in each.ranks
+            assert each.nodes == len({other // 8 for other in each.ranks})
+            assert (each.link == INSIDE) == (each.nodes == 1)
+        for axis in found.keys() & {*axes}:
+            assert len(found[axis].ranks) == getattr(degrees, axis)
+
+
+@pytest.mark.parametrize("axes", [ROOT_AXES, EXPERT_AXES], ids=["root", "experts"])
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_levels_of_the_map_hold_all_ranks_and_are_on_their_links(degrees, axes):
+    found = levels(degrees, find_device("h100-80gb"), axes)
+    size = 1
+    for level in reversed(found):
+        if level.axis == NODE:
+            assert level.ranks == size == min(8, degrees.world_size)
+            continue
+        assert level.ranks == size
+        size *= level.count
+        crosses = any(
+            len({(first + place * level.ranks) // 8 for place in range(level.count)}) > 1
+            for first in range(0, degrees.world_size, size)
+        )
+        assert crosses == (level.link == BETWEEN)
+    assert size == degrees.world_size
+    for axis in axes:
+        parts = [level.count for level in found if level.axis == axis]
+        product = parts[0] * (parts[1] if len(parts) > 1 else 1) if parts else 1
+        assert product == getattr(degrees, axis)
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_boxes_of_the_map_stand_for_every_rank_and_lie_within_their_frames(degrees):
+    drawn = boxes(degrees, find_device("h100-80gb"))
+    around = drawn[0]
+    assert len(drawn) <= 120
+    assert around.width <= 1400
+    ranks = {int(box.text) for box in drawn if box.kind == "rank"}
+    for box in drawn:
+        assert box.x >= 0
+        assert box.x + box.width <= around.width + 1e-9
+        assert box.y >= 0
+        assert box.y + box.height <= around.height + 1e-9
+        if box.kind == "block":
+            first, last = map(int, re.findall(r"(\d+)\N{EN DASH}(\d+)", box.text)[0])
+            assert not ranks & set(range(first, last + 1))
+            ranks |= set(range(first, last + 1))
+    assert {0, degrees.world_size - 1} <= ranks
+    if not any(box.kind == "more" for box in drawn):
+        assert ranks == set(range(degrees.world_size))
+    leaves = [box for box in drawn if box.kind in ("rank", "block", "more")]
+    for one, other in itertools.combinations(leaves, 2):
+        apart = one.x + one.width <= other.x or other.x + other.width <= one.x
+        assert apart or one.y + one.height <= other.y or other.y + other.height <= one.y
+
+
+# -- links
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "send", "all_reduce", "broadcast"])
+@pytest.mark.parametrize(
+    "ranks",
+    [range(8), range(32), range(0, 64, 8), (3, 4), (7, 8)],
+    ids=["node", "nodes", "one of each node", "two of a node", "two of two nodes"],
+)
+def test_bytes_over_links_are_those_that_take_the_time(kind, ranks):
+    node = find_device("h100-80gb").node
+    if kind == "send" and len(ranks) != 2:
+        pytest.skip("messages are between two")
+    size = 1 << 34
+    near, away = (
+        links.passed(kind, 2 * size, ranks, node)[i] - links.passed(kind, size, ranks, node)[i] for i in (0, 1)
+    )
+    took = links.seconds(kind, 2 * size, ranks, node) - links.seconds(kind, size, ranks, node)
+    assert took == pytest.approx(max(near / node.inside.rate, away / node.between.rate), rel=1e-9)
+
+
+def test_traffic_is_that_of_all_collectives(subject):
+    node = subject.device.node
+    wanted: Counter[tuple[int, str]] = Counter()
+    for found in subject.traces:
+        for each in found.operations:
+            if each.call is None or (call := found.collectives[each.call]).kind.startswith("recv") or call.ranks == 1:
+                continue
+            ranks = links.members(call.group, found.rank, subject.degrees, call.ranks)
+            name = call.group
+            if each.peer is not None:
+                name, ranks = f"{SENDS}{ranks[each.peer]}", [found.rank, ranks[each.peer]]
+            wanted[found.rank, name] += sum(links.passed(call.kind, call.bytes, ranks, node))
+    told = {(each.rank, each.stream): each.inside + each.between for each in traffic(subject)}
+    assert told == {key: pytest.approx(size) for key, size in wanted.items()}
+    for each in traffic(subject):
+        line = next(line for line in subject.lines if line.rank == each.rank)
+        assert each.seconds == pytest.approx(line.busy(each.stream))
+        assert 0 <= each.hidden <= 1 + 1e-9
+
+
+def test_traffic_of_a_rank_that_is_not_in_the_plan_is_that_of_its_trace():
+    subject = _subject("pipeline")
+    without = replace(subject, plan={**subject.plan, "ranks": []})
+    assert traffic(without) == [
+        replace(
+            each,
+            inside=pytest.approx(each.inside),
+            between=pytest.approx(each.between),
+            seconds=pytest.approx(each.seconds),
+        )
+        for each in traffic(subject)
+    ]
+    assert traffic(replace(without, drawn_layers=1)) == []
+
+
+# -- layouts
+
+
+def test_the_frontier_has_those_that_no_other_beats():
+    layouts = _layouts(300, seed=7)
+    fitting = [each for each in layouts if each["fits"]]
+    keys = ("step_seconds", "peak_reserved_bytes")
+    best = [
+        each
+        for each in fitting
+        if not any(other is not each and all(other[key] <= each[key] for key in keys) for other in fitting)
+    ]
+    assert 2 < len(best) < 30
+    assert frontier(layouts) == sorted(best, key=lambda each: each["step_seconds"])
+    assert frontier([{**each, "fits": False} for each in layouts]) == []
+
+
+# -- the page
+
+
+class _Page(HTMLParser):
+    """What is open, what was named, what is referred to."""
+
+    EMPTY = ("meta", "link", "input", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.kinds: Counter[str] = Counter()
+        self.inner: dict[str, str] = {}
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.kinds[tag] += 1
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+        self.ids += [given["id"] or ""] if "id" in given else []
+        for name in ("src", "href", "xlink:href", "data", "action", "aria-labelledby", "aria-describedby"):
+            if given.get(name):
+                self.references.append(given[name] or "")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in self.EMPTY:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.inner[self.open[-1]] = self.inner.get(self.open[-1], "") + data
+
+
+def _read(text: str) -> _Page:
+    found = _Page()
+    found.feed(text)
+    found.close()
+    assert found.open == []
+    return found
+
+
+def _data(text: str) -> dict[str, Any]:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_page_is_well_formed_and_refers_to_nothing_outside(subject):
+    text = page(subject)
+    found = _read(text)
+    assert len(found.ids) == len(set(found.ids))
+    for reference in found.references:
+        assert reference == "data:," or reference.removeprefix("#") in found.ids
+    outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", text)
+    assert set(outside) <= {"http://www.w3.org/2000/svg"}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "{{" not in text
+    for image in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        assert ElementTree.fromstring(image).find("{http://www.w3.org/2000/svg}title").text
+    assert found.kinds["table"] == found.kinds["caption"] >= 4
+
+
+def test_the_page_holds_the_series(subject):
+    told = _data(page(subject))
+    assert len(told["memory"]) == len(subject.traces)
+    for drawn, each in zip(subject.memories, told["memory"], strict=True):
+        sizes = {owner: list(itertools.accumulate(changes)) for owner, changes in each["owners"].items()}
+        assert {owner: tuple(size * ROUND_TO for size in own) for owner, own in sizes.items()} == drawn.owners
+        seconds = [at * 1e-9 for at in itertools.accumulate(each["time"])]
+        assert seconds == pytest.approx(drawn.seconds, abs=1e-9)
+        assert [told["names"][name] for name in each["names"]] == list(drawn.operators)
+    for lane, each in zip(subject.lanes, told["lanes"], strict=True):
+        starts = list(itertools.accumulate(each["bars"][::6]))
+        for place, bar in enumerate(lane.bars):
+            _, length, busy, name, phase, count = each["bars"][6 * place : 6 * place + 6]
+            assert starts[place] * 1e-9 == pytest.approx(bar.start, abs=1e-9)
+            assert (length * 1e-9, busy * 1e-9) == pytest.approx((bar.end - bar.start, bar.busy), abs=1e-9)
+            assert (told["names"][name], told["phases"][phase], count) == (bar.name, bar.phase, bar.count)
+
+
+def test_texts_of_layouts_are_escaped():
+    subject = replace(_subject("one"), layouts=[{**each, "label": "</script><b>"} for each in _layouts()])
+    text = page(subject)
+    assert "</script><b>" not in text
+    assert "&lt;/script&gt;&lt;b&gt;" in text
+    assert _read(text).kinds["b"] == _read(page(_subject("one"))).kinds["b"]
+
+
+def _deep(layers: int, layout: Layout) -> Job:
+    make = functools.partial(model, layout.model, layout.dtype)
+    return replace(layout.job(), model=lambda: make(layers), layers=layers, with_layers=make)
+
+
+def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
+    job, device = _deep(40, Layout("fsdp2", 2, microbatches=1)), _device()
+    subject = shown(job, device, plan(job, device, [0]))
+    assert (subject.drawn_layers, subject.layers) == (10, 40)
+    text = page(subject)
+    assert text.count("a model of 10 blocks, not of all 40") >= 3
+    # The trace's own, not that of all blocks.
+    assert subject.reserved == [reserved(found, workspace=device.workspace_bytes) for found in subject.traces]
+    assert subject.traces[0].peak.bytes < subject.plan["peak_allocated_bytes"]
+    assert "not of all" not in page(_subject("tp"))
+
+
+def test_a_deep_pipeline_is_drawn_with_few_blocks_of_each_stage():
+    job = _deep(40, Layout("fsdp2", 2, {"pp_size": 2}))
+    told = {"ranks": [{"rank": rank, "peak_reserved_bytes": rank} for rank in (0, 1)]}
+    subject = shown(job, _device(), told)
+    assert [found.rank for found in subject.traces] == [0, 1]
+    assert subject.depth == "a model of 8 blocks, not of all 40"
+
+
+def test_the_plans_of_all_stages_are_drawn():
+    sizes = MeshSizes(pp_size=8).resolve(32, frozenset({"dp_shard", "pp"}))
+    assert to_plan(sizes, None) == [0, 4, 8, 12, 16, 20, 24, 28, 31]
+    assert to_plan(sizes, [6, 5]) == [2, 5, 6, 10, 14, 18, 22, 26, 30]
+    assert to_plan(MeshSizes().resolve(8, frozenset({"dp_shard"})), [3]) == [3]
+    job = _deep(40, Layout("fsdp2", 4, {"pp_size": 2}))
+    told = plan(job, _device(), to_plan(job.degrees, [1]))
+    assert [each["rank"] for each in told["ranks"]] == [1, 3]
+    subject = shown(job, _device(), told)
+    assert not subject.is_whole
+    assert {row.rank for row in traffic(subject)} == {found.rank for found in subject.traces} == {1, 3}
+
+
+PIXELS = {
+    "memory": colours.OWNER["activations"],
+    "timeline": colours.PHASE["backward"],
+    "traffic": colours.LINK["inside"],
+}
+
+
+def test_pngs_are_written_with_their_colours(subject, tmp_path):
+    from matplotlib import image
+
+    written = write_pngs(tmp_path / "new", subject)
+    wanted = ["memory", "timeline", "mesh", "traffic", "layouts"]
+    # A single rank has no other to send to.
+    assert [path.stem for path in written] == [name for name in wanted if name != "traffic" or traffic(subject)]
+    for path in written:
+        pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
+        assert pixels.shape[1] > 600
+        if path.stem in PIXELS:
+            colour = [int(PIXELS[path.stem][0][place : place + 2], 16) for place in (1, 3, 5)]
+            assert (pixels == colour).all(-1).sum() > 200
+
+
+def test_what_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_page(tmp_path / "file" / "page.html", _subject("one"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_pngs(tmp_path / "file", _subject("one"))
+
+
+def test_a_page_of_16384_ranks_is_small_and_soon_made(tmp_path):
+    job, device = Layout("fsdp2", 16_384, {"tp_size": 8}, layers=2, microbatches=1).job(), _device(8)
+    subject = shown(job, device, plan(job, device, [0]), _layouts(5000))
+    begin = time.perf_counter()
+    write_page(tmp_path / "page.html", subject)
+    assert time.perf_counter() - begin < 15  # much less, but the machine may be busy
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert len(text.encode()) < 2 << 20
+    assert len(_read(text).ids) < 100
+    assert "\N{MULTIPLICATION SIGN} 2,045 more" in text
+
+
+def test_colours_can_be_told_from_their_ground():
+    grounds = colours.GROUND["ground"]
+    for family in colours.ALL.values():
+        for name, pair in family.items():
+            if name not in ("ground", "panel", "line"):
+                least = 4.5 if name in ("text", "quiet", "limit", "good", "focus") else 3
+                for colour, ground in zip(pair, grounds, strict=True):
+                    assert colours.contrast(colour, ground) >= least, (name, colour)
+    assert colours.contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert colours.contrast("#777777", "#ffffff") == pytest.approx(4.478, abs=1e-3)
+
+
+PRESSES = """
+<script>
+const press = (id, ...keys) => {
+  document.getElementById(id).focus();
+  const said = [];
+  for (const key of keys) {
+    document.getElementById(id).dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+    said.push(document.getElementById(id.replace("chart", "read")).textContent);
+  }
+  return said;
+};
+const pixels = id => {
+  const canvas = document.getElementById(id), seen = new Set();
+  const shown = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  for (let i = 0; i < shown.length; i += 4 * 7) seen.add(shown.slice(i, i + 3).join());
+  return seen.size;
+};
+addEventListener("load", () => setTimeout(() => {
+  const said = {
+    memory: press("memory-chart", "p", "ArrowRight", "+", "-", "0", "Escape"),
+    timeline: press("timeline-chart", "ArrowRight", "ArrowDown", "+", "Home"),
+    rank: document.getElementById("rank-read").textContent,
+    colours: [pixels("memory-chart"), pixels("timeline-chart")],
+  };
+  const noted = document.createElement("pre");
+  noted.id = "said";
+  noted.textContent = JSON.stringify(said);
+  document.body.append(noted);
+}, 100));
+</script>
+</body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@pytest.mark.parametrize("name", ["pipeline", "one"])
+def test_a_browser_opens_the_page_without_errors_and_keys_read_it(name, tmp_path):
+    subject = _subject(name)
+    path = tmp_path / "page.html"
+    path.write_text(page(subject).replace("</body>", PRESSES), encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900"]
+    # What is asked for outside of this machine is an error.
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", path.as_uri()]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)}
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    said = json.loads(re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)[1].replace("&amp;", "&"))
+    peak, found = said["memory"][0], subject.memories[0]
+    assert peak.startswith("peak, rank 0, ")
+    assert found.operators[found.peak] in peak
+    assert not said["memory"][1].startswith("peak")
+    assert said["memory"][5].startswith("Point at")
+    assert said["timeline"][0].startswith("rank 0, compute, forward: ")
+    assert said["timeline"][1].startswith(f"rank 0, {subject.lanes[1].stream if name == 'pipeline' else 'compute'}")
+    assert said["rank"].startswith("Rank 0 is on node 0")
+    assert min(said["colours"]) >= 4

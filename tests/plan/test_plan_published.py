@@ -1,0 +1,98 @@
+"""Jobs of published runs: each row is planned or says why not, and holds what the code that ran holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.testing.models import tiny_model
+from meshwright.testing.observe import Counting
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import published_code as code  # noqa: E402
+import published_jobs as jobs  # noqa: E402
+
+ROWS = json.loads((BENCHMARKS / "published.json").read_text())
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_each_row_has_a_job_or_a_reason(number):
+    row = ROWS[number]
+    if (why := jobs.left_out(row)) is not None:
+        assert len(why) > 20
+        return
+    depths = jobs.traced_depths(row)
+    assert depths[-1] <= jobs.blocks(row)
+    job = jobs.job_of(row, depths[0])
+    assert job.degrees.world_size <= (jobs.gpus(row) or 0)
+    tokens = job.microbatches * job.rows * job.length
+    if not jobs.is_megatron(row):
+        assert job.degrees.world_size == row["gpus"]
+        assert job.rows == row["local_batch"]
+        return
+    batch = row["args"].get("global-batch-size", jobs.BATCH_AT_FIRST)
+    assert tokens * job.degrees.dp == batch * row["seq"]
+
+
+def _row(**more):
+    layout = {"tp": 1, "pp": 1}
+    return {"model": "", "layout": layout, "activation_checkpointing": "selective_op", "source": "202412", **more}
+
+
+def _products(model: nn.Module, row) -> int:
+    with code.running(row):
+        checkpoint_blocks(model, _layout(model), "selective")
+        with Counting() as counting:
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    return counting.counts["aten.mm.default"]
+
+
+def _layout(model: nn.Module):
+    from meshwright.model.layout import layout_by_structure
+
+    return layout_by_structure(model)
+
+
+def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_by_ours():
+    with Counting() as counting:
+        tiny_model()(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    # Of seven products, theirs hold the first, third, fifth and seventh; ours the second, fourth and sixth.
+    assert _products(tiny_model(), _row()) - counting.counts["aten.mm.default"] == 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("source", "compiles", "expected"),
+    [
+        # Logits and their gradient in bfloat16, and what lies between in float32, of so many bytes for each entry.
+        ("@0413364", False, 3 * 2),
+        ("202412", True, 3 * 4),
+        ("2025-06", True, 2 * 2),
+        ("2025-06", False, 3 * 4),
+    ],
+)
+def test_losses_hold_what_theirs_hold(source, compiles, expected):
+    from meshwright.manager import row_loss
+    from meshwright.plan.meter import StepMeter
+    from meshwright.plan.world import planned_world
+
+    with planned_world(0, 1), code.running(_row(source=source, compile=compiles)):
+        hidden = torch.empty(4096, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(8, 4096, dtype=torch.bfloat16)
+        targets = torch.zeros(1, 4096, dtype=torch.int64)
+        meter = StepMeter()
+        meter.see([hidden, weight, targets])
+        with meter:
+            meter.begin()
+            logits = (hidden @ weight)[None]
+            loss = row_loss.target_loss_sum(logits, targets)
+            del logits
+            loss.backward()
+    assert meter.peak / 4096**2 == pytest.approx(expected, rel=0.02)

@@ -1,0 +1,359 @@
+"""Ranks that are killed go on from memory: no step is lost, and no checkpoint is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import netns
+from cluster.starts import TORCHRUN, clean, free_port
+from kill_sweep import Run, await_moment, end_session, fingerprint, finish, make_run, ranks_of
+
+MEMORY = re.compile(r"going on from memory, after step (\d+)")
+DISK = re.compile(r"going on from \S+/step-(\d+), after step")
+FAR = {"every": 1000, "replicate": "neighbour"}
+"""Checkpoints at the end alone."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"strategy": "fsdp2", "nproc": 2},
+    "ddp": {
+        "strategy": "ddp",
+        "nproc": 2,
+        "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True},
+    },
+    "pipeline": {"strategy": "fsdp2", "nproc": 4, "pp_size": 2},
+}
+
+
+class Training(subprocess.Popen[bytes]):
+    """A command that trains, in a session of its own, and what it has said."""
+
+    def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
+        self._said = said
+        with said.open("wb") as file:
+            super().__init__(
+                arguments, env=clean(**environment), stdout=file, stderr=file, start_new_session=True, cwd=said.parent
+            )
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    def ended(self) -> None:
+        """Wait until it has ended well."""
+        assert self.wait(200) == 0, self.said[-4000:]
+
+
+def train(run: Run, *settings: str) -> Training:
+    assignments = [part for each in settings for part in ("--set", each)]
+    return Training([sys.executable, "-m", "meshwright", "train", str(run.file), *assignments], said_of(run))
+
+
+def said_of(run: Run) -> Path:
+    return run.directory.with_name(f"{run.directory.name}.said")
+
+
+def keepers_of(pid: int) -> list[int]:
+    """The living keepers that end with a process."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
+            if b"meshwright.memory.keeper" in words and str(pid).encode() in words:
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def nothing_is_left(pid: int) -> bool:
+    until = time.monotonic() + 5
+    while keepers_of(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not keepers_of(pid)
+
+
+def copies_without_a_name(pid: int) -> list[str]:
+    """The memory that keepers hold for a process. None of it may have a name, under which it would outlive them all."""
+    held = []
+    for keeper in keepers_of(pid):
+        for path in Path(f"/proc/{keeper}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                held.append(os.readlink(path))
+    assert not [each for each in held if each.startswith("/dev/shm/")]
+    return [each for each in held if each.startswith("/memfd:meshwright-copy")]
+
+
+def starts(run: Run) -> list[int]:
+    """After which step each sitting went on."""
+    lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
+    return [line["start"] for line in lines if line["event"] == "start"]
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+def after(run: Run, step: int) -> Callable[[], bool]:
+    return lambda: run.steps_done() >= step
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("copies")
+
+
+@pytest.fixture(scope="module")
+def whole(workplace: Path) -> Callable[[str], Run]:
+    """Runs that nothing has happened to, by their layout."""
+    made: dict[str, Run] = {}
+
+    def of(layout: str) -> Run:
+        if layout not in made:
+            made[layout] = make_run(workplace, f"whole-{layout}", LAYOUTS[layout])
+            finish("train", str(made[layout].file))
+        return made[layout]
+
+    return of
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert run.numbers() == other.numbers()
+    assert fingerprint(run.directory / "model") == fingerprint(other.directory / "model")
+
+
+# -- one node
+
+
+@pytest.mark.parametrize(("layout", "every"), [("fsdp2", 1), ("ddp", 1), ("pipeline", 2)])
+def test_ranks_that_are_killed_go_on_from_the_step_before(
+    layout: str, every: int, whole: Callable[[str], Run], workplace: Path
+) -> None:
+    expected = whole(layout)
+    copies = FAR | {"replicate": {"to": "neighbour", "every": every}}
+    run = make_run(workplace, f"killed-{layout}", LAYOUTS[layout] | {"max_restarts": 3, "checkpoint": copies})
+    dice, done = random.Random(28), [0]
+    process = train(run)
+    try:
+        for step in (5, 14):
+            assert await_moment(process, after(run, step)), process.said
+            assert copies_without_a_name(process.pid)
+            os.kill(dice.choice(ranks_of(process)), signal.SIGKILL)
+            done.append(run.steps_done())
+            assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
+            assert await_moment(process, lambda: len(MEMORY.findall(process.said)) == len(done) - 1)
+        process.ended()
+        assert nothing_is_left(process.pid)
+    finally:
+        end_session(process)
+    assert_same(run, expected)
+    told = [int(step) for step in MEMORY.findall(process.said)]
+    assert starts(run) == [0, *told]
+    assert len(told) == 2
+    assert not DISK.search(process.said)
+    for at, go_on in zip(done[1:], told, strict=True):
+        # The step in flight, and the copy of the one before it, may be lost.
+        assert at - 2 - (every - 1) <= go_on <= at + 1
+        assert go_on % every == 0
+    (told_at_end,) = [each for each in events(run, "copies") if "step" not in each]
+    assert told_at_end["copied"] >= 8 / every
+    lines = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
+    assert "copy" in {name for line in lines for name in line["times"]}
+
+
+def test_checkpoints_on_disk_are_not_read_where_memory_is_as_new(whole: Callable[[str], Run], workplace: Path) -> None:
+    copies = {"every": 3, "keep_last": None, "replicate": "neighbour"}
+    run = make_run(workplace, "disk-is-broken", LAYOUTS["fsdp2"] | {"max_restarts": 1, "checkpoint": copies})
+    process = train(run)
+    try:
+        assert await_moment(process, after(run, 8))
+        # Not before what is written now is written.
+        assert await_moment(process, lambda: (run.checkpoints / "step-00000006").exists())
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        assert await_moment(process, lambda: "beginning anew" in process.said)
+        for path in run.checkpoints.rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"no longer what it was")
+        process.ended()
+    finally:
+        end_session(process)
+    assert MEMORY.search(process.said)
+    assert "not whole" not in process.said
+    assert_same(run, whole("fsdp2"))
+
+
+@pytest.mark.parametrize("loss", ["keeper", "bytes"])
+def test_where_too_much_is_lost_the_disk_it_is(loss: str, whole: Callable[[str], Run], workplace: Path) -> None:
+    copies = {"every": 3, "replicate": "neighbour"}
+    run = make_run(workplace, f"lost-{loss}", LAYOUTS["fsdp2"] | {"max_restarts": 1, "checkpoint": copies})
+    process = train(run)
+    try:
+        assert await_moment(process, lambda: (run.checkpoints / "step-00000006").exists())
+        assert await_moment(process, after(run, 7))
+        (keeper,) = keepers_of(process.pid)
+        if loss == "keeper":
+            os.kill(keeper, signal.SIGKILL)
+            # Training does not end with it.
+            assert await_moment(process, lambda: "state is no longer copied to memory" in process.said)
+        os.kill(ranks_of(process)[0], signal.SIGKILL)
+        if loss == "bytes":
+            assert spoil(keeper)
+        process.ended()
+        assert nothing_is_left(process.pid)
+    finally:
+        end_session(process)
+    assert not MEMORY.search(process.said)
+    assert ("in memory is of no use: " in process.said) == (loss == "bytes")
+    (step,) = DISK.findall(process.said)
+    assert int(step) >= 6
+    assert_same(run, whole("fsdp2"))
+
+
+def spoil(keeper: int) -> int:
+    """Change a bit in the middle of each part of a state that a keeper has; how many there were."""
+    spoilt = 0
+    for file in Path(f"/proc/{keeper}/fd").iterdir():
+        if "meshwright-copy" not in os.readlink(file) or file.stat().st_size < 10_000:
+            continue
+        with file.open("r+b") as content:
+            content.seek(file.stat().st_size // 2)
+            byte = content.read(1)
+            content.seek(-1, os.SEEK_CUR)
+            content.write(bytes([byte[0] ^ 1]))
+        spoilt += 1
+    return spoilt
+
+
+def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
+    settings = LAYOUTS["fsdp2"] | {"strategy_config": {"reduce_dtype": "float64"}}
+    without = "model.attention_dropout=0.0"
+    expected = make_run(workplace, "whole-fewer", settings)
+    finish("train", str(expected.file), "--set", without)
+    run = make_run(workplace, "fewer", settings | {"nproc": 4, "max_restarts": 3, "elastic": {}, "checkpoint": FAR})
+    # Four do not get as far as to the first step a second time.
+    broken = workplace / "broken"
+    code = "import restart_targets; restart_targets.main()"
+    text = run.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0")
+    run.file.write_text(text)
+    process = Training(
+        [sys.executable, "-c", code, str(run.file), str(broken)],
+        said_of(run),
+        PYTHONPATH=str(Path(__file__).parents[1]),
+    )
+    try:
+        assert await_moment(process, after(run, 6)), process.said
+        broken.touch()
+        os.kill(ranks_of(process)[-1], signal.SIGKILL)
+        process.ended()
+    finally:
+        end_session(process)
+    assert "on 2 ranks instead of 4" in process.said
+    (step,) = MEMORY.findall(process.said)
+    assert int(step) >= 4
+    before, since = expected.numbers(), run.numbers()
+    for key in ("step", "loss", "learning_rate"):
+        assert [each[key] for each in since] == [each[key] for each in before], key
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(workplace: Path) -> None:
+    copies = {"every": 4, "replicate": "neighbour"}
+    run = make_run(workplace, "launcher", LAYOUTS["fsdp2"] | {"max_restarts": 1, "checkpoint": copies})
+    process = train(run, "steps=12")
+    try:
+        assert await_moment(process, lambda: run.steps_done() >= 6 and (run.checkpoints / "step-00000004").exists())
+        (keeper,) = keepers_of(process.pid)
+        # Nobody hears a word of it, and no scheduler ends it by a signal to all.
+        assert {os.readlink(f"/proc/{keeper}/fd/{number}") for number in (0, 1, 2)} == {"/dev/null"}
+        os.kill(keeper, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert nothing_is_left(process.pid)
+    finally:
+        end_session(process)
+    second = train(run, "steps=12")
+    second.ended()
+    assert DISK.search(second.said)
+    assert not MEMORY.search(second.said)
+
+
+# -- two nodes
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[netns.Node, ...]]:
+    if reason := netns.why_not():
+        pytest.skip(reason)
+    with netns.nodes() as found:
+        yield found
+
+
+def on_nodes(nodes: Sequence[netns.Node], run: Run, *settings: str) -> list[Training]:
+    """torchrun on each, with one rank."""
+    port, assignments = free_port(), [part for each in settings for part in ("--set", each)]
+    return [
+        Training(
+            node.command(
+                *(*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", "--max-restarts=3"),
+                *(f"--master-addr={nodes[0].address}", f"--master-port={port}", "-m", "meshwright", "train"),
+                *(str(run.file), *assignments),
+            ),
+            said_of(run).with_suffix(f".{number}"),
+            GLOO_SOCKET_IFNAME=netns.CARD,
+        )
+        for number, node in enumerate(nodes)
+    ]
+
+
+def ranks_of_agent(pid: int) -> list[int]:
+    """The ranks that an agent of torchrun has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted({int(each) for each in children} - {*keepers_of(pid)})
+
+
+def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
+    nodes: tuple[netns.Node, ...], whole: Callable[[str], Run], workplace: Path
+) -> None:
+    settings = {name: value for name, value in LAYOUTS["fsdp2"].items() if name != "nproc"}
+    run = make_run(workplace, "two-nodes", settings | {"checkpoint": FAR})
+    agents = on_nodes(nodes, run)
+    try:
+        assert await_moment(agents[0], after(run, 6)), agents[0].said
+        (keeper,) = keepers_of(agents[1].pid)
+        for pid in (*ranks_of_agent(agents[1].pid), keeper):
+            os.kill(pid, signal.SIGKILL)
+        done, told = run.steps_done(), events(run, "copies")
+        for agent in agents:
+            agent.ended()
+        assert all(nothing_is_left(agent.pid) for agent in agents)
+    finally:
+        for agent in agents:
+            end_session(agent)
+    (step,) = MEMORY.findall(agents[0].said)
+    # Steps of a tiny model may be shorter than copies, of which some are left out then, as is told at powers of two.
+    left_out = max((2 * each["left_out"] for each in told), default=0)
+    assert max(1, done - 2 - left_out) <= int(step) <= done + 1
+    assert_same(run, whole("fsdp2"))
+
+
+def test_what_is_sent_keeps_within_the_bandwidth(nodes: tuple[netns.Node, ...], workplace: Path) -> None:
+    settings = {name: value for name, value in LAYOUTS["fsdp2"].items() if name != "nproc"}
+    run = make_run(workplace, "slow", settings | {"checkpoint": FAR | {"replicate": {"bandwidth": "80KB/s"}}})
+    agents = on_nodes(nodes, run)
+    for agent in agents:
+        agent.ended()
+    # A part of about 100 kB takes more than a second, and the steps go on meanwhile.
+    told = events(run, "copies")
+    assert told[-1]["left_out"] > 0
+    assert told[-1]["copied"] + told[-1]["left_out"] == 24
+    assert [each["left_out"] for each in told[:-1]][:2] == [1, 2]

@@ -1,0 +1,411 @@
+"""Whatever stands in a run file: it is read as it was meant, or one error says what is wrong, in bounded time.
+
+Files, values and sizes follow from a seed; `odd_run_files` says what they are. Run with `-s` for the counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import transformers
+import yaml
+from pydantic import BaseModel
+from support.commands import LAUNCHER_VARIABLES, MODEL, command, write_run
+from support.odd_run_files import ODD, OddRunFiles, RunFile, places, put
+from typer.testing import CliRunner
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.base.validation import validated
+from meshwright.cli import main as cli
+from meshwright.data import load_tokenizer, prepare
+from meshwright.data.reading import sources
+from meshwright.files.parsing import as_yaml, parse_yaml
+from meshwright.launch import local as launch
+from meshwright.mesh.sizes import Degrees
+from meshwright.model.configuration import model_config
+from meshwright.strategy.registry import get_registry
+from meshwright.strategy.stack import resolve
+from meshwright.train import start
+from meshwright.train.model_trial import try_model
+from meshwright.train.optim import needs_closure, try_optimization
+from meshwright.train.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
+from meshwright.train.run_schema import run_schema
+
+PATIENCE_S = 60
+"""Of one case, on a busy machine; on a quiet one they take milliseconds."""
+HEADROOM = 4 << 30
+GROWTH = 1 << 30
+"""Bytes of address space that a case may take, and of memory by which it may raise the peak of this process."""
+MINIMAL = {"model": {"model_type": "llama"}, "steps": 1, "batch_size": 1}
+CPU = torch.device("cpu")
+
+
+class Endless(BaseException):
+    """No `except Exception` may take it for an error of the input."""
+
+
+@pytest.fixture(autouse=True)
+def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A directory to work in, with caches of its own."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def bounded(case: Any, longest: list[float]) -> Iterator[None]:
+    """One case, within limits of time and memory; the seconds of CPU that it takes are added to `longest`."""
+    peak, start = _peak(), time.process_time()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM, limits[1]))
+    before = signal.signal(signal.SIGALRM, _ring)
+    signal.alarm(PATIENCE_S)
+    try:
+        yield
+    except Endless:
+        pytest.fail(f"no end after {PATIENCE_S} s: {case}")
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}, which is no error of meshwright, from {case}") from error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        longest.append(time.process_time() - start)
+    grown = _peak() - peak
+    assert grown < GROWTH, f"{grown / 1e9:.1f} GB for {case}"
+
+
+def _ring(*_: Any) -> None:
+    raise Endless
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def told(name: str, counts: Counter[str], longest: list[float]) -> None:
+    sys.stdout.write(f"\n{name}: {dict(counts)}, longest {max(longest):.2f} s of CPU, peak {_peak() / 1e6:,.0f} MB\n")
+
+
+def check_told(error: MeshwrightError) -> None:
+    assert error.exit_code == 2
+    assert "Traceback" not in str(error)
+    assert all(each.isprintable() or each in "\n\t" for each in str(error)), repr(error)
+
+
+# -- single values
+
+
+def same(kept: Any, given: Any) -> bool:
+    """Whether a config holds what was written, and not what something else was taken for."""
+    if isinstance(given, dict):
+        return isinstance(kept, dict | BaseModel)
+    if isinstance(given, list):
+        return isinstance(kept, list | tuple) and all(map(same, kept, given)) and len(kept) == len(given)
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        # A number of the same value; texts may be normalized.
+        return type(kept) in (int, float) and (kept in (given, float(given)) or kept != kept)
+    return type(kept) is type(given) and (isinstance(given, str) or kept == given)
+
+
+def test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is() -> None:
+    schema = run_schema()
+    whole = jsonschema.Draft202012Validator(schema)
+    targets: list[tuple[Any, type[BaseModel], dict[str, Any]]] = [(schema, RunConfig, MINIMAL)]
+    targets += [(schema["$defs"][spec.name], spec.config_cls, {}) for spec in get_registry().strategies.values()]
+    counts: Counter[str] = Counter()
+    longest: list[float] = []
+    for below, cls, needed in targets:
+        allowed = whole.evolve(schema=below)
+        # Options of strategies are judged by those: as values of the run file they are any mapping.
+        known = [path for path, _ in places(schema, below) if path[0] not in ("strategy_config", "wrapper_config")]
+        for path, value in itertools.product(known, ODD):
+            values = copy.deepcopy(needed)
+            put(values, path, copy.deepcopy(value))
+            try:
+                with bounded((cls.__name__, path, value), longest):
+                    kept: Any = validated(cls, values, where="a run file")
+            except MeshwrightError as error:
+                check_told(error)
+                counts["refused"] += 1
+                continue
+            counts["kept"] += 1
+            assert allowed.is_valid(values), f"{cls.__name__} takes {'.'.join(path)}={value!r}, its schema does not"
+            for key in path:
+                by_alias = {
+                    field.alias or name: name for name, field in getattr(type(kept), "model_fields", {}).items()
+                }
+                kept = kept.get(key) if isinstance(kept, dict) else getattr(kept, by_alias.get(key, key))
+            assert same(kept, value), f"{cls.__name__} takes {'.'.join(path)}={value!r} for {kept!r}"
+    told("values", counts, longest)
+    assert counts["kept"] > 500
+    assert counts["refused"] > 5000
+
+
+def _options_of_optimizers() -> list[tuple[type[Any], str]]:
+    classes = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
+    stepped = [
+        each for each in classes if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    ]
+    return [
+        (cls, name)
+        for cls in stepped
+        if not needs_closure(cls)
+        for name in inspect.signature(cls).parameters
+        if name not in ("params", "lr", "weight_decay")
+    ]
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(None, marks=pytest.mark.zoo)])
+def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> None:
+    cases = list(itertools.product(_options_of_optimizers(), ODD))
+    counts: Counter[str] = Counter()
+    longest: list[float] = []
+    for (cls, name), value in random.Random(15).sample(cases, count or len(cases)):
+        config = OptimizerConfig(name=cls.__name__, options={name: copy.deepcopy(value)})
+        try:
+            with bounded(config, longest):
+                try_optimization(config, ScheduleConfig(), 10, device=CPU)
+        except MeshwrightError as error:
+            check_told(error)
+            counts["refused"] += 1
+            continue
+        counts["taken"] += 1
+        default = inspect.signature(cls).parameters[name].default
+        if isinstance(default, bool | int | float):
+            assert isinstance(value, bool) == isinstance(default, bool), f"{cls.__name__} takes {name}={value!r}"
+    told("options of optimizers", counts, longest)
+    assert min(counts.values()) > len(longest) // 50
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(None, marks=pytest.mark.zoo)])
+def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(prepare(load_run(write_run(tmp_path)).data).tokenizer_dir)
+    counts: Counter[str] = Counter()
+    longest: list[float] = []
+    fields = transformers.AutoConfig.for_model("llama").to_dict()
+    cases = [case for case in itertools.product(fields, ODD) if case[0] not in ("model_type", "dtype")]
+    ends = [("num_hidden_layers", 2**31), ("vocab_size", 10**30), ("intermediate_size", 2**63)]
+    for name, value in [*ends, *random.Random(14).sample(cases, count or len(cases))]:
+        section = {**MODEL, name: copy.deepcopy(value)}
+        before = copy.deepcopy(section)
+        try:
+            with bounded(section, longest):
+                config = model_config(section, tokenizer=tokenizer, seq_len=16)
+                try_model(config, torch.float32, seq_len=16, device=CPU, degrees=Degrees())
+        except MeshwrightError as error:
+            check_told(error)
+            counts["refused"] += 1
+        else:
+            counts["trained"] += 1
+        assert repr(section) == repr(before), "the run file's own values were changed"
+    told("fields of models", counts, longest)
+    assert min(counts.values()) > len(longest) // 50
+
+
+# -- whole files
+
+
+@pytest.mark.parametrize("count", [3000, pytest.param(20_000, marks=pytest.mark.zoo)])
+def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
+    path, files = tmp_path / "odd.yaml", OddRunFiles(MINIMAL, seed=16 + (count > 3000))
+    schema = jsonschema.Draft202012Validator(run_schema())
+    counts: Counter[str] = Counter()
+    longest: list[float] = []
+    for number in range(count):
+        file = files[number]
+        path.write_bytes(file.content)
+        try:
+            with bounded((number, file), longest):
+                counts["refused as they are read"] += 1
+                config = load_run(path, file.assignments)
+                counts["refused as they are read"] -= 1
+                counts["refused by their strategy"] += 1
+                claims = get_registry().get(config.strategy).axes
+                ranks = config.processes(claims, 0)
+                resolve(
+                    config.strategy,
+                    config,
+                    ranks,
+                    config=config.strategy_config,
+                    wrapper_config=config.wrapper_config,
+                )
+                counts["refused by their strategy"] -= 1
+        except MeshwrightError as error:
+            check_told(error)
+            continue
+        counts["accepted"] += 1
+        if not file.assignments:
+            values = parse_yaml(file.content.decode("utf-8-sig"))
+            assert schema.is_valid(values), f"{number}: accepted, but not by the schema: {values}"
+        again = as_yaml(as_plain(config))
+        path.write_text(again, encoding="utf-8")
+        assert as_yaml(as_plain(load_run(path))) == again, (number, file)
+    told("run files", counts, longest)
+    assert min(counts.values()) > count // 50
+
+
+class Started(Exception):
+    """Ranks would be started now, with this run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+
+def _start(main: Any, arguments: tuple[Any, ...], **_: Any) -> None:
+    raise Started(arguments[0])
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
+    """Odd run files on small data, for `meshwright train` in this process, which raises Started instead of starting."""
+    # Tracing each would take a second; some turn it on.
+    good = {**yaml.safe_load(write_run(tmp_path).read_text()), "steps": 1, "plan": {"enabled": False}}
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(launch, "warm_up", lambda *_: None)
+    monkeypatch.setattr(launch, "launch", _start)
+    monkeypatch.setattr(start, "guarded", _start)
+    # All of the standard library would take half a minute.
+    monkeypatch.setattr(sources, "_stdlib_paths", lambda: [tmp_path / "0.txt", tmp_path / "1.txt"])
+    kinds = {bool: "boolean", int: "integer", float: "number"}
+
+    def fields(values: Mapping[str, Any], *above: str) -> dict[tuple[str, ...], dict[str, Any]]:
+        return {(*above, key): {"type": kinds.get(type(value), "string")} for key, value in values.items()}
+
+    adamw = {name: each.default for name, each in inspect.signature(torch.optim.AdamW).parameters.items()}
+    more = {
+        **fields(transformers.AutoConfig.for_model("llama").to_dict(), "model"),
+        **fields(adamw, "optimizer", "options"),
+        ("optimizer", "name"): {"enum": sorted({cls.__name__ for cls, _ in _options_of_optimizers()})},
+        ("schedule", "name"): {"enum": ["linear", "cosine", "polynomial", "constant", "warmup_stable_decay"]},
+        ("schedule", "options", "num_cycles"): {"type": "number"},
+        ("model", "model_type"): {"enum": ["llama", "qwen2", "mistral", "olmo", "gpt2", "bert", "t5"]},
+    }
+    return OddRunFiles(good, seed=17, more=more)
+
+
+def in_process(path: Path, file: RunFile, longest: list[float]) -> RunConfig | None:
+    """`meshwright train` up to where ranks would be started: the run if it gets so far, None if it is refused."""
+    path.write_bytes(file.content)
+    options = [each for assignment in file.assignments for each in ("--set", assignment)]
+    with bounded(file, longest):
+        result = CliRunner().invoke(cli.app, ["train", str(path), *options])
+        if isinstance(result.exception, Started):
+            return result.exception.config
+        if not isinstance(result.exception, SystemExit):
+            raise result.exception or AssertionError("it has ended without an error")
+    check_refusal(file, result.exit_code, result.stdout, result.stderr)
+    return None
+
+
+def check_refusal(file: RunFile, code: int, stdout: str, stderr: str) -> None:
+    assert (code, stdout) == (2, ""), (file, stderr)
+    assert [line[:7] for line in stderr.splitlines()].count("error: ") == 1, (file, stderr)
+    assert "Traceback" not in stderr, (file, stderr)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.zoo)])
+def test_runs_are_planned_or_refused(count: int, planned: OddRunFiles, tmp_path: Path) -> None:
+    path, counts = tmp_path / "odd.yaml", Counter[str]()
+    longest: list[float] = []
+    for number in range(count):
+        file = planned[number]
+        config = in_process(path, file, longest)
+        counts["planned" if config else "refused"] += 1
+        # What ranks are given, and write beside their results, is what the file holds.
+        assert config is None or config == load_run(path, file.assignments), (number, file)
+        assert not (tmp_path / "out").exists()
+    told("plans", counts, longest)
+    assert min(counts.values()) > count // 50
+
+
+def small(config: RunConfig) -> bool:
+    """Whether a run is over soon."""
+    return config.steps <= 3 and config.batch_size <= 8 and config.sample.max_new_tokens <= 100
+
+
+def chosen_files(files: OddRunFiles, path: Path, wanted: Counter[str]) -> Iterator[tuple[str, RunFile]]:
+    """So many files that are refused as they are read, that are refused by the plan, and that train."""
+    for number in itertools.count(10_000):
+        if not wanted.total():
+            return
+        file = files[number]
+        planned = in_process(path, file, [])
+        kind = "refused" if planned is None else "trains"
+        try:
+            config = load_run(path, file.assignments)
+        except MeshwrightError:
+            kind = "unread"
+        else:
+            # All of the standard library would be prepared.
+            if "stdlib" in str(config.data.corpus) or (planned is not None and not small(planned)):
+                continue
+        if wanted[kind]:
+            wanted[kind] -= 1
+            yield kind, file
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param({"unread": 6, "refused": 2}, id="daily"),
+        pytest.param({"unread": 40, "refused": 8, "trains": 2}, id="sweep", marks=pytest.mark.zoo),
+    ],
+)
+def test_a_sample_of_processes_ends_as_in_this_one(
+    wanted: dict[str, int], planned: OddRunFiles, tmp_path: Path
+) -> None:
+    chosen = list(chosen_files(planned, tmp_path / "odd.yaml", Counter(wanted)))
+
+    def ended(number: int) -> tuple[float, subprocess.CompletedProcess[str]]:
+        path, (kind, file) = tmp_path / f"odd-{number}.yaml", chosen[number]
+        path.write_bytes(file.content)
+        # Runs that train do not meet in one directory.
+        own = [f"output_dir={tmp_path / f'out-{number}'}"] if kind == "trains" else []
+        options = [each for value in (*file.assignments, *own) for each in ("--set", value)]
+        start = time.monotonic()
+        done = command("train", str(path), *options, timeout_s=10 * PATIENCE_S)
+        return time.monotonic() - start, done
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(ended, range(len(chosen))))
+    for (kind, file), (_, done) in zip(chosen, outcomes, strict=True):
+        if kind == "trains" and done.returncode == 0:
+            assert "written" in done.stdout
+        else:
+            check_refusal(file, done.returncode, "" if kind == "trains" else done.stdout, done.stderr)
+    seconds = {
+        kind: max(each[0] for each, (of, _) in zip(outcomes, chosen, strict=True) if of == kind) for kind in wanted
+    }
+    codes = Counter(done.returncode for _, done in outcomes)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = children.ru_utime + children.ru_stime
+    sys.stdout.write(
+        f"\n{len(chosen)} processes: codes {dict(codes)}, longest {seconds} s, all of them {cpu:.0f} s of CPU, peak "
+        f"{children.ru_maxrss / 1e3:,.0f} MB\n"
+    )

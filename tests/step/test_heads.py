@@ -1,0 +1,345 @@
+"""Heads over tokens (values) and sequences (rewards), in the place of a vocabulary's, train alike in every layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.objective_layouts import LAYOUTS, ZERO1, Layout, trained_by
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaForSequenceClassification,
+)
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from meshwright import (
+    Mesh,
+    MeshSizes,
+    MeshwrightError,
+    count_tokens,
+    load_checkpoint,
+    open_world,
+    optimizer_factory,
+    resolve,
+    save_checkpoint,
+)
+from meshwright.checkpoint import export_checkpoint
+from meshwright.objectives import get_objective
+from meshwright.step.token_loss import targets
+from meshwright.step.tokens import Outputs, Tokens
+from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
+from meshwright.testing import Case, Outcome, pool
+from meshwright.testing.case import TOLERANCE, share
+from meshwright.testing.cells import register
+from meshwright.testing.models import TINY
+from meshwright.testing.parity import difference, full_weights
+from meshwright.testing.zoo.wide import compute_in_float64
+
+PAD, VOCAB = 130, 131
+SIZES: dict[str, dict[str, Any]] = {
+    **TINY,
+    "qwen2": {**TINY["llama"], "hidden_size": 48},
+    "qwen3": TINY["llama"],
+    "mixtral": {**TINY["llama"], "num_local_experts": 4, "experts_implementation": "eager"},
+}
+AUTO = {"tokens": AutoModelForTokenClassification, "sequences": AutoModelForSequenceClassification}
+
+
+class Pooled(LlamaForSequenceClassification):
+    """Scores the first token of a sequence, the last one, padding or not, or the mean of all."""
+
+    takes = "first"
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutputWithPast:
+        logits_BSK = self.score(self.model(input_ids=input_ids, **inputs).last_hidden_state)
+        taken = {"first": logits_BSK[:, 0], "last": logits_BSK[:, -1], "mean": logits_BSK.mean(1)}
+        return SequenceClassifierOutputWithPast(logits=taken[self.takes])
+
+
+def _model(kind: str, model_type: str, *, features: int = 1, padding: int | None = PAD) -> nn.Module:
+    config = AutoConfig.for_model(
+        model_type,
+        **{**SIZES[model_type], "n_layer" if model_type == "gpt2" else "num_hidden_layers": 4},
+        num_labels=features,
+        classifier_dropout=0.0,
+        pad_token_id=padding,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model: nn.Module
+    if kind in AUTO:
+        model = AUTO[kind].from_config(config, dtype=torch.float64)
+    else:
+        model = Pooled(config).double()
+        model.takes = kind
+    compute_in_float64(model)
+    return model
+
+
+def _manager(layout: Layout, model: nn.Module) -> StrategyManager:
+    world = open_world("cpu")
+    wrapper = {"pipeline": dict(layout.wrapper)} if layout.wrapper else None
+    stack, degrees = resolve(
+        layout.strategy, MeshSizes(**layout.sizes), world.size, config=layout.config, wrapper_config=wrapper
+    )
+    manager = stack.build(Mesh(degrees, world))
+    manager.parallelize(model)
+    manager.build_optimizer(optimizer_factory(Case().optimizer))
+    return manager
+
+
+class Value:
+    """A clipped squared error of each position that predicts a token."""
+
+    on, columns = "outputs", ("returns", "old")
+
+    def __call__(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        value_BS = outputs.logits[..., 0]
+        clipped_BS = value_BS.clamp(batch["old"] - 0.2, batch["old"] + 0.2)
+        errors = [(each - batch["returns"]) ** 2 for each in (value_BS, clipped_BS)]
+        # What the other features say takes part too, and each document as a whole.
+        rest = outputs.document_sum(outputs.logits[..., 1:].sum(-1) * outputs.mask).square().sum() * 1e-2
+        return (torch.maximum(*errors) * outputs.mask).sum() / 2 + rest, {
+            "clipped": ((errors[1] > errors[0]) & outputs.mask).sum(),
+            "values": (value_BS * outputs.mask).sum(),
+        }
+
+
+class Pairs:
+    """The second row of each two has the lower reward."""
+
+    on, rows = "outputs", 2
+
+    def __call__(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        counts = outputs.mask.any(1)[0::2]
+        margin = outputs.logits[0::2, 0] - outputs.logits[1::2, 0]
+        return -(F.logsigmoid(margin) * counts).sum(), {"right": ((margin > 0) & counts).sum()}
+
+    def count(self, batch: Batch) -> int:
+        return int((targets(batch["labels"]) != IGNORED_LABEL).any(1)[0::2].sum())
+
+
+OBJECTIVES = {"tokens": Value(), "sequences": Pairs()}
+
+
+# -- microbatches
+
+PAIRS = {1: (6,), 2: (4, 2), 4: (2, 1, 1, 2)}
+"""Of each data rank in a step, by their number."""
+
+
+def _rows(kind: str, step: int) -> dict[str, Tensor]:
+    """Twelve rows: packed with two documents each; or padded behind answers of different lengths."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids_BS = torch.randint(PAD, (12, 16), generator=generator)
+    at_BS, length_B1 = torch.arange(16).expand(12, 16), torch.randint(3, 17, (12, 1), generator=generator)
+    if kind == "tokens":
+        positions_BS = torch.where(at_BS < length_B1, at_BS, at_BS - length_B1)
+        labels_BS = ids_BS.where(torch.rand(12, 16, generator=generator) > 0.3, IGNORED_LABEL)
+        wave_BS = ids_BS.double() + at_BS
+        columns = {"returns": wave_BS.sin(), "old": wave_BS.cos() * 0.1}
+        return {"input_ids": ids_BS, "labels": labels_BS, "position_ids": positions_BS, **columns}
+    if kind == "last":
+        # The model is tried with the first row.
+        length_B1[0] = 16
+    mask_BS = (at_BS < length_B1).long()
+    labels_BS = ids_BS.where(mask_BS > 0, IGNORED_LABEL)
+    return {"input_ids": ids_BS.where(mask_BS > 0, PAD), "labels": labels_BS, "attention_mask": mask_BS}
+
+
+def _microbatches(kind: str, case: Case, step: int, data_rank: int, data_ranks: int) -> list[Batch]:
+    """Two of each data rank, of which the second may be one that counts for nothing."""
+    shares = PAIRS[data_ranks]
+    start, size = sum(shares[:data_rank]), shares[data_rank]
+    first = -(-size // 2)
+    parts = [slice(2 * start, 2 * (start + first)), slice(2 * (start + first), 2 * (start + size))]
+    found = [{name: tensor[part] for name, tensor in _rows(kind, step).items()} for part in parts]
+    if first == size:
+        found[1] = {**found[0], "labels": torch.full_like(found[0]["labels"], IGNORED_LABEL)}
+    return found
+
+
+# -- parity
+
+PLACES: dict[str, Layout] = {
+    **{name: LAYOUTS[name] for name in ("ddp", "ddp-zero1", "fsdp2", "hsdp", "tp", "tp-sequence", "cp", "cp-ulysses")},
+    "ep": LAYOUTS["ep"],
+    "megatron_fsdp": LAYOUTS["megatron_fsdp"],
+    "megatron_fsdp-tp": Layout(2, "megatron_fsdp", {"sequence_parallel": True}, {"tp_size": 2}),
+    "pp": replace(LAYOUTS["pp"], wrapper={"pp_microbatch_size": 2}),
+    "pp-zbv": Layout(2, "single", {}, {"pp_size": 2}, {"pp_schedule": "zbv", "pp_microbatch_size": 2}),
+    "pp-tp": replace(LAYOUTS["pp-tp"], wrapper={"pp_microbatch_size": 2}),
+    "pp-cp": replace(LAYOUTS["pp-cp"], wrapper={"pp_microbatch_size": 2}),
+    "budget": Layout(2, "ddp", {**ZERO1, "activation_checkpointing": {"budget_gb": 1.0}}, data_ranks=2),
+}
+
+
+def _trained(layout: Layout, kind: str, model_type: str, features: int = 1, on_meta: bool = False) -> Outcome:
+    if on_meta:
+        with torch.device("meta"):
+            model = _model(kind, model_type, features=features)
+        torch.manual_seed(0)
+    else:
+        model = _model(kind, model_type, features=features)
+    case = Case(steps=4, model_type=model_type)
+    return trained_by(_manager(layout, model), case, OBJECTIVES[kind], functools.partial(_microbatches, kind))
+
+
+@functools.cache
+def _expected(kind: str, model_type: str, features: int = 1) -> Outcome:
+    return pool(1).run(_trained, LAYOUTS["single"], kind, model_type, features)[0]
+
+
+def _worst(layout: Layout, kind: str, model_type: str, features: int = 1) -> float:
+    found = pool(layout.ranks).run(_trained, layout, kind, model_type, features)
+    return difference(found, _expected(kind, model_type, features)).worst
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_values_of_tokens_train_as_on_one_rank(name: str) -> None:
+    layout = PLACES[name]
+    assert _worst(layout, "tokens", layout.model, features=3 if "tp" in name else 1) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_rewards_of_sequences_train_as_on_one_rank(name: str) -> None:
+    layout = PLACES[name]
+    assert _worst(layout, "sequences", "gpt2" if layout.model == "llama" else layout.model) <= TOLERANCE
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", AUTO)
+def test_every_head_of_every_model_trains_as_on_one_rank(kind: str, model_type: str) -> None:
+    for name, layout in PLACES.items():
+        if name != "ep":
+            assert _worst(layout, kind, model_type) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "tp", "pp"])
+@pytest.mark.parametrize("kind", AUTO)
+def test_heads_on_the_meta_device_get_the_values_of_their_class(kind: str, name: str) -> None:
+    found = pool(PLACES[name].ranks).run(_trained, PLACES[name], kind, "llama", 1, True)
+    assert difference(found, _expected(kind, "llama")).worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("style", ["colwise_gather_output", "rowwise_rep"])
+def test_a_plan_of_the_user_may_divide_a_head(style: str) -> None:
+    plan = {"model.layers.*.mlp.up_proj": "colwise_gather_output", "score": style}
+    assert _worst(replace(PLACES["tp"], config={"tp_plan": plan}), "tokens", "llama", features=3) <= TOLERANCE
+
+
+def _saved(layout: Layout, kind: str, path: str) -> dict[str, Tensor]:
+    manager = _manager(layout, _model(kind, "llama", features=2))
+    trained_by(manager, Case(steps=1), OBJECTIVES[kind], functools.partial(_microbatches, kind))
+    save_checkpoint(manager, path, step=1)
+    return full_weights(manager)
+
+
+def _loaded(layout: Layout, kind: str, path: str) -> dict[str, Tensor]:
+    manager = _manager(layout, _model(kind, "llama", features=2))
+    load_checkpoint(manager, path)
+    return full_weights(manager)
+
+
+@pytest.mark.parametrize("kind", AUTO)
+def test_models_with_heads_are_saved_loaded_and_exported(kind: str, tmp_path: Path) -> None:
+    weights = pool(2).run(_saved, PLACES["tp"], kind, str(tmp_path / "checkpoint"))[0]
+    for found in pool(2).run(_loaded, PLACES["pp-zbv"], kind, str(tmp_path / "checkpoint")):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], each) for name, each in weights.items())
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain")
+    loaded = AUTO[kind].from_pretrained(tmp_path / "plain", dtype=torch.float64).state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], each) for name, each in weights.items())
+
+
+def test_values_that_have_not_moved_far_are_not_counted_as_clipped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    value_BS, old_BS, returns_BS = (0.1 * torch.rand(64, 64, generator=generator) for _ in range(3))
+    outputs = Outputs(torch.zeros(64, 64, dtype=torch.int64), value_BS[..., None])
+    _, sums = get_objective("value")(outputs, {"returns": returns_BS, "old_values": old_BS})
+    assert float(sums["clipfrac"]) == 0
+
+
+# -- what is refused
+
+
+def _on_tokens(tokens: Tokens, batch: Batch) -> Tensor:
+    return -tokens.log_probs.sum()
+
+
+def _told(layout: Layout, kind: str, objective: Any, padding: int | None, features: int) -> str:
+    """The error of the first step, or of what comes before."""
+    try:
+        manager = _manager(layout, _model(kind, "llama", features=features, padding=padding))
+        mesh = manager.mesh
+        batches = _microbatches(kind, Case(), 0, mesh.data_rank, mesh.data_size)
+        if objective is None:
+            names = ("input_ids", "labels")
+            batches = [{name: batch[name] for name in names} for batch in batches]
+        count = count_tokens(batches, mesh, objective)
+        manager.forward_backward(batches, num_tokens=count, objective=objective)
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
+    "no objective": ("fsdp2", "tokens", None, PAD, 1, "gives logits (1, 8, 1), which are not those of its vocabulary"),
+    "no objective, rewards": ("ddp", "sequences", None, PAD, 1, "gives logits (1, 1), which are not those of its"),
+    "no objective, pipeline": ("pp", "tokens", None, PAD, 1, "Give an objective with on = 'outputs'"),
+    "over tokens": ("tp", "tokens", _on_tokens, PAD, 1, "there is no loss over tokens"),
+    "cp, of the first token": (
+        "cp",
+        "first",
+        Pairs(),
+        PAD,
+        1,
+        "behind its head score it takes something else than",
+    ),
+    "cp, of the last position": ("cp", "last", Pairs(), PAD, 1, "than the last position that is no padding. Set cp"),
+    "cp, of all tokens": ("cp", "mean", Pairs(), PAD, 4, "than the last position that is no padding. Set cp_size=1."),
+    "pp-cp": ("pp-cp", "mean", Pairs(), PAD, 1, "Set cp_size=1."),
+    "no padding": ("fsdp2", "sequences", Pairs(), None, 1, "fails with input_ids (2, 8): *no padding token is defined"),
+    "no padding, pipeline": ("pp", "sequences", Pairs(), None, 1, "cannot be divided into stages: *no padding token"),
+    "values of rewards": ("ddp", "sequences", Value(), PAD, 1, "lacks the column 'returns'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: str) -> None:
+    where, kind, objective, padding, features, text = REFUSED[name]
+    found = pool(PLACES[where].ranks).run(_told, PLACES[where], kind, objective, padding, features)
+    assert len(set(found)) == 1, found
+    start, *rest = text.split("*")
+    assert all(each in found[0] for each in (start, *rest)), found[0]
+
+
+def _rewarded(strategy: str, sizes: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
+    """Of pairs of sequences, whose rows are not on one rank."""
+    register("rows_axis")
+    manager = _manager(Layout(2, strategy, sizes=sizes), _model("sequences", "llama"))
+    (batch,) = share(Case(sequences=8, ragged=False), 0, 0, 1)
+    loss = manager.forward_backward([batch], num_tokens=torch.tensor(4), objective=get_objective("reward"))
+    manager.optimizer_step()
+    return float(loss), full_weights(manager)
+
+
+def test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs() -> None:
+    ((expected, weights),) = pool(1).run(_rewarded, "single", {})
+    for loss, found in pool(2).run(_rewarded, "rows", {"tp_size": 2}):
+        assert loss == pytest.approx(expected, abs=1e-12)
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,190 @@
+"""`token_stats`: in every layout what plain transformers gives on one process, in the batch's order, on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+from support.objective_layouts import LAYOUTS, Layout, case_of, everything, packed, trained
+from torch import Tensor
+
+from meshwright import BatchError, MeshwrightError
+from meshwright.step.token_loss import targets
+from meshwright.strategy.contract import IGNORED_LABEL, Batch, TokenStatistic
+from meshwright.testing import Case, pool
+from meshwright.testing.models import case_model, case_vocab
+
+NAMES: tuple[TokenStatistic, ...] = get_args(TokenStatistic)
+WITHIN = 1e-12
+ROWS = (3, 2, 1)
+
+
+def _microbatches(model_type: str, data_rank: int, kinds: Sequence[str]) -> list[Batch]:
+    """Of different numbers of rows on each rank, a third of the labels masked."""
+    generator = torch.Generator().manual_seed(data_rank)
+    found: list[Batch] = []
+    for kind, rows in zip(kinds, ROWS, strict=True):
+        shape = (rows + data_rank % 2, 16)
+        ids = torch.randint(0, case_vocab(model_type), shape, generator=generator)
+        labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.3, IGNORED_LABEL)
+        batch: Batch = {"input_ids": ids, "labels": labels}
+        if kind == "packed":
+            batch = packed(batch)
+        elif kind == "shared":
+            # The same documents in each row.
+            batch = {**batch, "position_ids": packed(batch)["position_ids"][:1]}
+        elif kind == "padded":
+            lengths = 8 + torch.arange(shape[0])[:, None] * 3
+            mask = (torch.arange(16) < lengths).long()
+            batch = {**batch, "attention_mask": mask, "labels": labels.where(mask > 0, IGNORED_LABEL)}
+            batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        found.append(batch)
+    return found
+
+
+KINDS = ("shared", "packed", "padded")
+
+
+@functools.cache
+def _expected(case: Case, data_rank: int, kinds: Sequence[str]) -> list[dict[str, Tensor]]:
+    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64, layers=case.layers).eval()
+    return [_plain(model, batch) for batch in _microbatches(case.model_type, data_rank, kinds)]
+
+
+def _plain(model: Any, batch: Batch) -> dict[str, Tensor]:
+    with torch.no_grad():
+        # With a cache, transformers does not keep packed documents apart.
+        inputs = {name: each for name, each in batch.items() if name != "labels"}
+        logits = model(**inputs, use_cache=False).logits
+    told = targets(batch["labels"])
+    mask = told != IGNORED_LABEL
+    log_probs = logits.log_softmax(-1)
+    of_label = [each.gather(-1, told.clamp(min=0)[..., None])[..., 0] for each in (log_probs, logits)]
+    return {
+        "log_probs": of_label[0] * mask,
+        "logsumexp": logits.logsumexp(-1),
+        "entropy": -(log_probs.exp() * log_probs).sum(-1),
+        "mean_logit": logits.mean(-1),
+        "is_top1": (logits.amax(-1) == of_label[1]) & mask,
+    }
+
+
+def _stats(
+    layout: Layout, case: Case, kinds: Sequence[str], config: Mapping[str, Any], names: Sequence[TokenStatistic] = NAMES
+) -> tuple[int, list[dict[str, Tensor]]]:
+    """The task of one rank: its data rank, and what it is told."""
+    manager = layout.build(case, config)
+    rank = manager.mesh.data_rank
+    return rank, manager.token_stats(_microbatches(case.model_type, rank, kinds), names)
+
+
+def _compare(
+    layout: Layout, case: Case, kinds: Sequence[str] = KINDS, config: Mapping[str, Any] | None = None
+) -> float:
+    """The largest difference on any rank."""
+    worst = 0.0
+    answers = pool(layout.ranks).run(_stats, layout, case, kinds, config or {})
+    assert {rank for rank, _ in answers} == set(range(layout.data_ranks))
+    for rank, found in answers:
+        expected = _expected(case, rank, kinds)
+        assert [list(each) for each in found] == [[*NAMES]] * len(expected)
+        for mine, plain in zip(found, expected, strict=True):
+            assert mine["is_top1"].dtype is torch.bool
+            assert torch.equal(mine["is_top1"], plain["is_top1"])
+            for name in NAMES[:-1]:
+                assert mine[name].dtype is torch.float64
+                assert not mine[name].requires_grad
+                assert mine[name].shape == plain[name].shape
+                worst = max(worst, float((mine[name] - plain[name]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_statistics_are_those_of_plain_transformers(name: str) -> None:
+    """Whole sequences in the batch's order: masked, packed in two ways, padded, in microbatches of different sizes."""
+    assert _compare(LAYOUTS[name], case_of(LAYOUTS[name])) <= WITHIN
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "tp", "cp", "pp-interleaved"])
+def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
+    layout = LAYOUTS[name]
+    case, chunks = case_of(layout, tied=True), {"loss_chunk_rows": 5}
+    assert _compare(layout, case, ("padded", "plain", "packed"), chunks) <= WITHIN
+    for rank, found in pool(layout.ranks).run(_stats, layout, case, KINDS, chunks, ["entropy"]):
+        for mine, plain in zip(found, _expected(case, rank, KINDS), strict=True):
+            assert list(mine) == ["entropy"]
+            torch.testing.assert_close(mine["entropy"], plain["entropy"], rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "megatron_fsdp", "pp-interleaved"])
+def test_training_goes_on_bit_for_bit(name: str) -> None:
+    layout = LAYOUTS[name]
+    case = case_of(layout, steps=2)
+    alone = pool(layout.ranks).run(trained, layout, case, everything)
+    disturbed = pool(layout.ranks).run(functools.partial(trained, disturbed=True), layout, case, everything)
+    for before, after in zip(alone, disturbed, strict=True):
+        assert (before.losses, before.norms, before.eval_losses) == (after.losses, after.norms, after.eval_losses)
+        assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
+
+
+def _asked_twice(layout: Layout, case: Case) -> list[list[str]]:
+    manager = layout.build(case)
+    batches = _microbatches(case.model_type, manager.mesh.data_rank, KINDS)
+    asked: list[list[TokenStatistic]] = [["logsumexp"], ["entropy", "is_top1"]]
+    return [list(manager.token_stats(batches, names)[0]) for names in asked]
+
+
+def test_other_names_are_told_the_next_time() -> None:
+    (told,) = pool(1).run(_asked_twice, LAYOUTS["single"], case_of(LAYOUTS["single"]))
+    assert told == [["logsumexp"], ["entropy", "is_top1"]]
+
+
+def _refused(layout: Layout, case: Case) -> str:
+    manager = layout.build(case)
+    rank = manager.mesh.data_rank
+    names: Any = ["entropy"] if manager.mesh.rank else ["entropy", "perplexity"]
+    with pytest.raises(BatchError) as caught:
+        manager.token_stats(_microbatches(case.model_type, rank, KINDS), names)
+    (first, *_) = manager.token_stats(_microbatches(case.model_type, rank, KINDS), ["entropy"])
+    assert float(first["entropy"].mean()) > 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "pp-interleaved"])
+def test_a_name_that_is_not_known_is_refused_on_all_ranks(name: str) -> None:
+    layout = LAYOUTS[name]
+    (text,) = set(pool(layout.ranks).run(_refused, layout, case_of(layout)))
+    assert "there is no 'perplexity'; there are log_probs, logsumexp, entropy, mean_logit, is_top1" in text
+
+
+# -- architectures
+
+TYPES = (
+    *("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "gpt2", "gpt_neox", "olmo2", "granite", "cohere"),
+    *("mixtral", "qwen3_moe", "stablelm", "deepseek_v3"),
+)
+"""With soft caps (gemma2), scaled logits (granite, cohere), biases and learned positions (gpt2), experts."""
+
+
+def _attempt(layout: Layout, case: Case, kinds: Sequence[str]) -> Any:
+    try:
+        return _stats(layout, case, kinds, {})
+    except MeshwrightError as error:
+        return str(error)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_architectures_in_every_layout(model_type: str, name: str) -> None:
+    """Those that the layout takes; who refuses says why, on all ranks."""
+    layout = LAYOUTS[name]
+    case, kinds = case_of(layout, model_type=model_type, tied=None), ("plain", "plain", "plain")
+    refused = {each for each in pool(layout.ranks).run(_attempt, layout, case, kinds) if isinstance(each, str)}
+    if refused:
+        assert len(refused) == 1
+        pytest.skip(refused.pop())
+    assert _compare(layout, case, kinds) <= WITHIN

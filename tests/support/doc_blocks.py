@@ -1,0 +1,127 @@
+"""Blocks of code of the documents, and what the documents say of how they are held to be true.
+
+[Note: notes] A plain viewer shows a block as it is. What becomes of it in tests, a comment of HTML above it says:
+
+    <!-- not run: why -->                    shown, and read as far as one can
+    <!-- run by: tests/test_x.py -->         that file has a test which runs it
+    <!-- run with: --set steps=2 -->         run, with this behind `meshwright train` and the like
+
+and for all blocks of a language on a page, anywhere on it, `<!-- each python block run by: ... -->`. A block without a
+note is run: shell and Python from the top of the page to its end, in one directory, the Python with the names of what
+came before. YAML is no program: it is validated if it is a run file, or a part of one; else a note says what it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/README.md")
+MADE = ("docs/decisions", "docs/reference", "docs/mutations.md", "docs/tests.md")
+"""Records and tables, in which blocks are quotations."""
+SHELL = ("sh", "bash", "shell")
+OUTPUT = ("text", "console")
+COMMANDS = frozenset(
+    ("meshwright", "make", "pip", "python", "torchrun", "srun", "mpirun", "git", "automodel", "accelerate")
+)
+"""Of an indented block that begins with one."""
+_NOTE = re.compile(r"<!-- (not run|run by|run with): (.+?) -->", flags=re.DOTALL)
+_PAGE_NOTE = re.compile(r"<!-- each (\w+) block (not run|run by|run with): (.+?) -->", flags=re.DOTALL)
+_HERE_DOCUMENT = re.compile(r"<<'?(\w+)'?\n.*?^\1$", flags=re.MULTILINE | re.DOTALL)
+_PIECE = re.compile(
+    r"(?P<fence>^```(?P<language>[\w-]*)\n(?P<fenced>(?s:.*?))^```$)|(?P<indented>^\n(?:^    .*\n|^\n(?=    ))+)",
+    flags=re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a document says of a block; see [Note: notes]."""
+
+    kind: str = "run"
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code.
+
+    Attributes:
+        document: path in the repository.
+        line: where it begins, from 1.
+        language: of the fence; of an indented block what it seems to be, or nothing.
+        text: without indentation.
+    """
+
+    document: str
+    line: int
+    language: str
+    text: str
+    note: Note
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    @cached_property
+    def commands(self) -> list[list[str]]:
+        """Words of each command of a shell block, without variables that are set before it."""
+        joined = _HERE_DOCUMENT.sub("", self.text.replace("\\\n", " "))
+        lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
+        return [words for line in lines for part in _parts(line) if (words := _without_variables(part))]
+
+
+def documents() -> list[str]:
+    found = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
+    names = [path.relative_to(ROOT).as_posix() for path in found]
+    return [name for name in names if not name.startswith(MADE)]
+
+
+def blocks(document: str) -> list[Block]:
+    """The blocks of a document in its order."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    of_page = {match[1]: Note(match[2], " ".join(match[3].split())) for match in _PAGE_NOTE.finditer(text)}
+    found = []
+    for match in _PIECE.finditer(text):
+        body = match["fenced"] if match["fence"] else textwrap.dedent(match["indented"].lstrip("\n"))
+        language = match["language"] if match["fence"] else _guessed(body)
+        before = text[: match.start()].rstrip()
+        above = before[before.rfind("\n\n") + 1 :] if before.endswith("-->") else ""
+        own = [Note(kind, " ".join(said.split())) for kind, said in _NOTE.findall(above)]
+        line = text.count("\n", 0, match.start()) + 1
+        note = own[-1] if own else of_page.get("shell" if language in SHELL else language, Note())
+        found.append(Block(document, line, language, body, note))
+    return found
+
+
+def _guessed(text: str) -> str:
+    """What an indented block is."""
+    first = _without_variables(text.split())
+    if first and Path(first[0]).name in COMMANDS:
+        return "shell"
+    if re.match(r"[a-z_]+:( |\n|$)", text):
+        return "yaml"
+    return ""
+
+
+def _parts(words: list[str]) -> Iterator[list[str]]:
+    """What `&&`, `|` and `;` join; what comes after `>` is left out."""
+    part: list[str] = []
+    for word in words:
+        if word in ("&&", "|", ";", "||"):
+            yield part
+            part = []
+        else:
+            part.append(word)
+    yield part[: part.index(">")] if ">" in part else part
+
+
+def _without_variables(words: list[str]) -> list[str]:
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return words

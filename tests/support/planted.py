@@ -1,0 +1,340 @@
+"""Strategies with one bug each, as real ones have had them; tests/testing/test_conformance.py sees each caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.rows_axis import Rows, RowsManager
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from meshwright import Batch, Objective, StrategyConfig, StrategySpec, hookimpl
+from meshwright.manager.gradients import Gradients
+from meshwright.strategy.contract import OptimizerFactory, TokenStatistic
+from meshwright.tensors.norms import Groups, scale_to_norm, total_grad_norm
+from meshwright.tensors.pieces import Sharded
+from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright_ddp import DDPConfig
+from meshwright_ddp.manager import DDPManager
+from meshwright_fsdp2 import FSDP2Config
+from meshwright_fsdp2.manager import FSDP2Manager
+from meshwright_fsdp2.usage import Usage
+
+
+class Averaging(FSDP2Manager):
+    """Leaves torch's average over ranks in place, where gradients must be summed."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        module = super().shard(model)
+        for unit in self._sharding.modules:
+            unit.set_force_sum_reduction_for_comms(False)
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                group.gradient_divide_factor = None
+        return module
+
+
+class DividedTwice(FSDP2Manager):
+    """Multiplies the loss and lets torch divide again, which it does twice on shard groups of one rank."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        module = super().shard(model)
+        for unit in self._sharding.modules:
+            unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
+        return module
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
+        # A count that is too low makes a loss that is too high.
+        size = self.mesh.degrees.dp
+        return super().forward_backward(microbatches, num_tokens=num_tokens / size, objective=objective) / size
+
+
+class HalfWatched(FSDP2Manager):
+    """Watches the first module of each unit alone, and takes the parameters of the others for unused."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        module = super().shard(model)
+        first = [unit.names[0] for unit, _ in self._sharding.units]
+        self._usage = Usage(model, [(name, model.get_submodule(name)) for name in first])
+        return module
+
+
+class LocalNorm(FSDP2Manager):
+    """Clips by the norm of this rank's shards."""
+
+    def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        gradients = [p.grad.to_local() for p in self.trainable() if p.grad is not None]
+        norm = total_grad_norm(gradients, norm_type)
+        if max_norm is not None:
+            scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+
+class LosesMicrobatches(DDPManager):
+    """Reduces the gradient of the last microbatch only."""
+
+    def after_backward(self, *, is_last: bool) -> None:
+        super().after_backward(is_last=is_last)
+        if not is_last:
+            for parameter in self.trainable():
+                parameter.grad = None
+
+
+class DriftingCopies(DDPManager):
+    """One rank's copy goes its own way by a little."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(self.trainable()).mul_(1 + 1e-6)
+
+
+class _Alias(Optimizer):
+    """Steps another optimizer, whose groups it has from the start on."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
+        self.param_groups = inner.param_groups
+        self._inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self._inner.step()
+
+
+class AliasedGroups(DDPManager):
+    """Gives schedules groups that loading replaces."""
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        return _Alias(super().build_optimizer(factory))
+
+
+class AfterLoading(DDPManager):
+    """Loads right, and then does something about it."""
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        with super().loading(optimizer) as target:
+            yield target
+        self.spoil()
+
+    def spoil(self) -> None: ...
+
+
+class LosesDecay(AfterLoading):
+    """Does not decay weights after loading."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+
+
+class LosesSteps(AfterLoading):
+    """Counts the steps of Adam anew after loading."""
+
+    def spoil(self) -> None:
+        for values in self.optimizer.state.values():
+            values["step"].zero_()
+
+
+class KeepsRates(AfterLoading):
+    """Makes the first step after loading with the rate of the schedule's start."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+
+
+class SwapsGroups(DDPManager):
+    """Loads the settings of parameter groups in the wrong order."""
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        if optimizer is not None:
+            names = [group["params"] for group in optimizer.groups]
+            optimizer.groups = [
+                {**group, "params": other} for group, other in zip(optimizer.groups, reversed(names), strict=True)
+            ]
+        with super().loading(optimizer) as target:
+            yield target
+
+
+class OwnSchedule(DDPManager):
+    """Follows a schedule of its own, which is in no checkpoint."""
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        optimizer = super().build_optimizer(factory)
+        self._own = LambdaLR(optimizer, lambda step: min(step, (11 - step) / 10))
+        # The same rates as those of the schedule that is given, as long as nothing is loaded.
+        optimizer.register_step_pre_hook(self._set)
+        return optimizer
+
+    def _set(self, *_: Any) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._own.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self._own.step()
+
+
+class GivesOldWeights(DDPManager):
+    """Gives what the model had at first, as an engine would see that is fed with copies."""
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        if not hasattr(self, "_first"):
+            pieces = super().parameter_pieces().items()
+            self._first: dict[str, Sharded | None] = {
+                name: held and replace(held, pieces=tuple(replace(p, tensor=p.tensor.clone()) for p in held.pieces))
+                for name, held in pieces
+            }
+        return self._first
+
+
+class IgnoresObjectives(DDPManager):
+    """Trains the token loss, whatever it is asked for."""
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
+        plain = [{name: batch[name] for name in ("input_ids", "labels")} for batch in microbatches]
+        return super().forward_backward(plain, num_tokens=torch.tensor(int(num_tokens)))
+
+
+class KnowsNoObjectives(DDPManager):
+    """As a manager that was written before there were objectives."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward_backward(microbatches, num_tokens=num_tokens)
+
+
+class SumsOfOneRank(DDPManager):
+    """Tells the further sums of this rank alone."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
+        loss = super().forward_backward(microbatches, **options)
+        self._own = {
+            "rows": torch.tensor(float(sum((each["labels"][:, 1:] >= 0).any(1).sum() for each in microbatches)))
+        }
+        return loss
+
+    @property
+    def last_sums(self) -> Mapping[str, Tensor]:
+        return {**super().last_sums, **self._own} if super().last_sums else {}
+
+
+class ShufflesStatistics(DDPManager):
+    """Tells statistics of tokens in another order than that of the batch."""
+
+    def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
+        return super().token_stats(microbatches, names)[::-1]
+
+
+class ForgetsTensorParallelism(FSDP2Manager):
+    """Takes norms by block over the ranks of the data alone."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        own, along_tp = self.gradients, self.mesh.group("tp")
+
+        class Local(Gradients):
+            def groups_of(self, parameter: nn.Parameter) -> Groups:
+                return tuple(each for each in own.groups_of(parameter) if each is not along_tp)
+
+        self.gradients = Local(self.trainable, self.parts, self.mesh, wide=False)
+        try:
+            return super().gradient_norms()
+        finally:
+            self.gradients = own
+
+
+class CountsTiedTwice(DDPManager):
+    """Tells the norm of a weight that embedding and head share under both."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        norms = super().gradient_norms()
+        return {**norms, "head": norms["embedding"]} if self.layout.tied else norms
+
+
+class ClipsForNorms(DDPManager):
+    """Leaves gradients that are not those from before."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        self.gradients.scale(self.gradients.total_norm(2.0), 0.5)
+        return super().gradient_norms()
+
+
+class JoinedInBlocks(Rows):
+    """Puts the rows of a rank together, which are every n-th of the microbatch."""
+
+    def joined(self, part: Tensor) -> Tensor:
+        whole = super().joined(part)
+        return torch.cat([whole[rank :: self._size] for rank in range(self._size)])
+
+
+class JoinedWithoutSum(Rows):
+    """Gives each rank the gradient of its own sum alone."""
+
+    def joined(self, part: Tensor) -> Tensor:
+        whole = super().joined(part.detach())
+        if not part.is_floating_point():
+            return whole
+        places = torch.arange(self._rank, len(whole), self._size)
+        return whole.index_add(0, places, part - part.detach())
+
+
+class CountsAllSharers(Rows):
+    """Adds up what all of its ranks have computed of the same."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.sharers = 1
+
+
+class InBlocksManager(RowsManager):
+    axis = JoinedInBlocks
+
+
+class WithoutSumManager(RowsManager):
+    axis = JoinedWithoutSum
+
+
+class AllSharersManager(RowsManager):
+    axis = CountsAllSharers
+
+
+@hookimpl
+def register_strategies() -> list[StrategySpec]:
+    sharded = frozenset({"dp_replicate", "dp_shard"})
+    copies, rows = frozenset({"dp_replicate"}), frozenset({"tp"})
+    return [
+        StrategySpec("averaging", "Averages.", sharded, FSDP2Config, Averaging),
+        StrategySpec("divided_twice", "Divides twice.", sharded, FSDP2Config, DividedTwice),
+        StrategySpec("half_watched", "Forgets modules.", sharded, FSDP2Config, HalfWatched),
+        StrategySpec("local_norm", "Clips by a local norm.", sharded, FSDP2Config, LocalNorm),
+        StrategySpec("loses_microbatches", "Forgets microbatches.", copies, DDPConfig, LosesMicrobatches),
+        StrategySpec("drifting_copies", "Lets copies drift.", copies, DDPConfig, DriftingCopies),
+        StrategySpec("aliased_groups", "Keeps old groups.", copies, DDPConfig, AliasedGroups),
+        StrategySpec("loses_decay", "Forgets decay.", copies, DDPConfig, LosesDecay),
+        StrategySpec("loses_steps", "Forgets steps.", copies, DDPConfig, LosesSteps),
+        StrategySpec("keeps_rates", "Forgets rates.", copies, DDPConfig, KeepsRates),
+        StrategySpec("swaps_groups", "Swaps groups.", copies, DDPConfig, SwapsGroups),
+        StrategySpec("gives_old_weights", "Gives old weights.", copies, DDPConfig, GivesOldWeights),
+        StrategySpec("own_schedule", "Forgets its schedule.", copies, DDPConfig, OwnSchedule),
+        StrategySpec("ignores_objectives", "Trains something else.", copies, DDPConfig, IgnoresObjectives),
+        StrategySpec("knows_no_objectives", "Has an old signature.", copies, DDPConfig, KnowsNoObjectives),
+        StrategySpec("sums_of_one_rank", "Tells wrong sums.", copies, DDPConfig, SumsOfOneRank),
+        StrategySpec("shuffles_statistics", "Loses the order.", copies, DDPConfig, ShufflesStatistics),
+        StrategySpec("forgets_tp", "Forgets a group.", sharded | {"tp"}, FSDP2Config, ForgetsTensorParallelism),
+        StrategySpec("counts_tied_twice", "Counts twice.", copies, DDPConfig, CountsTiedTwice),
+        StrategySpec("clips_for_norms", "Changes gradients.", copies, DDPConfig, ClipsForNorms),
+        StrategySpec("joined_in_blocks", "Joins rows wrongly.", rows, StrategyConfig, InBlocksManager),
+        StrategySpec("joined_without_sum", "Loses gradients.", rows, StrategyConfig, WithoutSumManager),
+        StrategySpec("counts_all_sharers", "Counts twice.", rows, StrategyConfig, AllSharersManager),
+    ]

@@ -1,0 +1,99 @@
+"""Runs of a tiny model within one process or a pool, in one directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.commands import LAUNCHER_VARIABLES
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.checkpoint.manifest import steps_in
+from meshwright.strategy.contract import StepResult
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
+from meshwright.testing import pool
+from meshwright.train.report import MEASURED
+from meshwright.train.run_file import load_run
+
+STEPS, EVERY, TOLERANCE = 8, 2, 1e-9
+
+
+class Killed(BaseException):
+    """What no handler catches."""
+
+
+class KillAfter:
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if result.step == self.step:
+            raise Killed
+
+
+def output_of_rank(path: str, kill_after: int | None) -> tuple[str, str, int]:
+    """What a rank prints, its error and exit code."""
+    output = io.StringIO()
+    observer = get_registry().observing(KillAfter(kill_after))
+    with redirect_stdout(output), warnings.catch_warnings(), observer, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        # The process group is there; there is no launcher, whose store a rank would report to.
+        for name in LAUNCHER_VARIABLES:
+            patch.delenv(name, raising=False)
+        try:
+            run_rank(None, load_run(path))
+        except MeshwrightError as error:
+            return output.getvalue(), str(error), error.exit_code
+        except Killed:
+            return output.getvalue(), "killed", 137
+    return output.getvalue(), "", 0
+
+
+class Place:
+    """Runs in one directory."""
+
+    def __init__(self, workplace: Path, directory: Path) -> None:
+        self.workplace, self.directory = workplace, directory
+        self.out = directory / "out"
+        self.root = self.out / "checkpoints"
+
+    def file(self, **changes: Any) -> Path:
+        values = yaml.safe_load((self.workplace / "run.yaml").read_text())
+        values |= {"strategy": "single", "strategy_config": {}, "nproc": 1, "output_dir": str(self.out)}
+        values |= {"steps": STEPS, "sample": None, "eval": {"sequences": 2}, "timeout_s": 4}
+        values |= {"checkpoint": {"every": EVERY, "keep_last": None, "asynchronous": False}}
+        values |= {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}, "schedule": {"warmup_steps": 1}}
+        # With the weights of `_handwritten`.
+        values["model"] |= {"dtype": "float64", "init": "as_transformers"}
+        values |= changes
+        path = self.directory / "run.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def run(self, *, ranks: int = 1, kill_after: int | None = None, **changes: Any) -> tuple[str, str, int]:
+        return pool(ranks).run(output_of_rank, str(self.file(**changes)), kill_after)[0]
+
+    def runs(self, **changes: Any) -> str:
+        output, error, code = self.run(**changes)
+        assert code == 0, error
+        return output
+
+    def metrics(self, directory: Path | None = None) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in ((directory or self.out) / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+
+    def steps(self, root: Path | None = None) -> list[int]:
+        return [step for step, _ in steps_in(root or self.root)]
+
+    def contents(self) -> dict[str, bytes]:
+        """All that is there, but for the lock."""
+        paths = [path for path in self.out.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
+        return {str(path.relative_to(self.out)): path.read_bytes() for path in paths}

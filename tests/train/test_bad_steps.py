@@ -1,0 +1,401 @@
+"""Steps that are not made: every stack leaves them out, or goes back, as one process that never saw their batches.
+
+What is bad, and what is done then, is told by `BadStepConfig`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import command, write_run
+from test_stopping import STACKS
+from torch import Tensor
+
+from meshwright import BadStepConfig, Checkpointer, ConfigError, Loop, StepResult, TrainingError, fit, load_checkpoint
+from meshwright.checkpoint.manifest import step_directory
+from meshwright.events.run import BadStep
+from meshwright.step.agreement import count_tokens
+from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
+from meshwright.testing import Case, pool
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_with_optimizer, full_weights
+from meshwright.train.bad_steps import LEAST_KNOWN, BadSteps, deviations_above
+from meshwright.train.report import as_record, read_metrics
+from meshwright.train.run_file import load_run
+
+CASE = Case(microbatches=2, sequences=16)
+POISON = 130
+"""A token whose embedding is not a number."""
+STEPS = 6
+TOLERANCE = 1e-9
+
+
+class _Told:
+    """An observer of bad steps."""
+
+    def __init__(self) -> None:
+        self.bad: list[tuple[int, int | None, int]] = []
+        self.steps: list[int] = []
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        assert "nan" in bad.reason.lower()
+        self.bad.append((bad.step, bad.back_to, bad.count))
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        self.steps.append(result.step)
+
+
+def _built(stack: str) -> StrategyManager:
+    """A manager whose model knows one token that makes everything not a number."""
+    strategy, config, sizes = STACKS.get(stack, (stack, {}, {}))
+    manager, _ = build_with_optimizer(strategy, config, sizes, CASE)
+    state = manager.state_dict(full=True)
+    if "model.embed_tokens.weight" in state["model"]:
+        state["model"]["model.embed_tokens.weight"][POISON] = math.nan
+    manager.load_state_dict(state, full=True)
+    return manager
+
+
+def _batches(manager: StrategyManager, poisoned: Sequence[int]) -> Callable[[int], list[Batch]]:
+    """By draw, from 0; some of them have the token in one place of one data rank's."""
+    mesh = manager.mesh
+
+    def batches(draw: int) -> list[Batch]:
+        found = [dict(each) for each in share(CASE, draw, mesh.data_rank, mesh.data_size)]
+        for each in found:
+            each["input_ids"] = each["input_ids"].clamp(max=POISON - 1)
+            each["labels"] = each["labels"].clamp(max=POISON - 1)
+        if draw in poisoned and mesh.data_rank == mesh.data_size - 1:
+            found[-1]["input_ids"][0, 0] = POISON
+        return found
+
+    return batches
+
+
+def _scheduler(manager: StrategyManager) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(manager.optimizer, lambda step: 1 / (1 + step))
+
+
+def _by_hand(draws: Sequence[int | None]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """One process that makes a step of each of some draws; None: no step, but the rate goes on."""
+    manager = _built("single")
+    scheduler, batches = _scheduler(manager), _batches(manager, ())
+    losses, norms = [], []
+    for draw in draws:
+        if draw is not None:
+            drawn = batches(draw)
+            loss = manager.forward_backward(drawn, num_tokens=count_tokens(drawn, manager.mesh))
+            norms.append(float(manager.clip_grad_norm(CASE.max_norm)))
+            losses.append(float(loss))
+            manager.optimizer_step()
+        scheduler.step()
+    return losses, norms, full_weights(manager)
+
+
+def _fitted(
+    stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_at: int | None = None, in_passes: bool = False
+) -> Any:
+    """What `fit` makes of it, in one sitting or in two; each step once, as the course has it."""
+    manager = _built(stack)
+    told, root, course = _Told(), Path(directory), {}
+    batches: Any = _batches(manager, poisoned)
+    loop = Loop(
+        _Passes(batches) if in_passes else batches,
+        accumulate=CASE.microbatches if in_passes else 1,
+        steps=STEPS,
+        scheduler=_scheduler(manager),
+        max_grad_norm=CASE.max_norm,
+        seed=3,
+        save_every=2,
+        on_bad_step=BadStepConfig(do=do, limit=3),
+        callbacks=[lambda result: result.step == stop_at],
+    )
+    with get_registry().observing(told):
+        with Checkpointer(manager, root, keep_last=None) as checkpointer:
+            results = fit(manager, replace(loop, checkpointer=checkpointer))
+        if stop_at is not None:
+            manager = _built(stack)
+            scheduler = _scheduler(manager)
+            manifest = load_checkpoint(manager, step_directory(root, stop_at), scheduler=scheduler)
+            again = _Passes(_batches(manager, poisoned)) if in_passes else _batches(manager, poisoned)
+            loop = replace(loop, batches=again, scheduler=scheduler, callbacks=[]).going_on(manifest)
+            with Checkpointer(manager, root, keep_last=None) as checkpointer:
+                results += fit(manager, replace(loop, checkpointer=checkpointer))
+    for result in results:
+        course[result.step] = result
+    made = [course[step] for step in sorted(course)]
+    return (
+        [(each.step, each.loss, each.grad_norm, each.learning_rate, bool(each.skipped)) for each in made],
+        full_weights(manager),
+        told.bad,
+        told.steps,
+    )
+
+
+class _Passes:
+    """The same microbatches one after the other, without an end."""
+
+    def __init__(self, batches: Callable[[int], list[Batch]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        for draw in itertools.count():
+            yield from self._batches(draw)
+
+
+def _compare(found: Any, expected: Any, draws: Sequence[int | None]) -> None:
+    steps, weights, _, _ = found
+    losses, norms, whole = expected
+    assert [step for step, *_ in steps] == list(range(1, STEPS + 1))
+    assert [rate for *_, rate, _ in steps] == pytest.approx([CASE.optimizer.lr / (1 + step) for step in range(STEPS)])
+    assert [skipped for *_, skipped in steps] == [draw is None for draw in draws]
+    good = [(loss, norm) for _, loss, norm, _, skipped in steps if not skipped]
+    assert [loss for loss, _ in good] == pytest.approx(losses, rel=TOLERANCE)
+    assert [norm for _, norm in good] == pytest.approx(norms, rel=TOLERANCE)
+    for name, value in whole.items():
+        torch.testing.assert_close(weights[name], value, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_stack_leaves_out_a_step_that_is_not_a_number(stack: str, tmp_path: Path) -> None:
+    draws = [0, 1, None, 3, 4, 5]
+    (expected,) = pool(1).run(_by_hand, draws)
+    for found in pool(4).run(_fitted, stack, "skip", [2], str(tmp_path)):
+        _compare(found, expected, draws)
+        assert found[2] == [(3, None, 1)]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_stack_goes_back_and_leaves_out_the_batches_since_then(stack: str, tmp_path: Path) -> None:
+    # The fourth batch is bad; the newest checkpoint is that of step 2. Then the eighth, which comes sixth: back to 4.
+    draws = [0, 1, 4, 5, 8, 9]
+    (expected,) = pool(1).run(_by_hand, draws)
+    for found in pool(4).run(_fitted, stack, "rewind", [3, 7], str(tmp_path)):
+        _compare(found, expected, draws)
+        assert found[2] == [(4, 2, 1), (6, 4, 2)]
+
+
+@pytest.mark.parametrize("in_passes", [False, True], ids=["function", "iterable"])
+@pytest.mark.parametrize("stop_at", [None, 4, 5])
+def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(
+    stop_at: int | None, in_passes: bool, tmp_path: Path
+) -> None:
+    for do, poisoned, draws in (
+        ("skip", [2, 4], [0, 1, None, 3, None, 5]),
+        ("rewind", [2], [0, 1, 3, 4, 5, 6]),
+    ):
+        (expected,) = pool(1).run(_by_hand, draws)
+        directory = str(tmp_path / do)
+        for found in pool(2).run(_fitted, "fsdp2", do, poisoned, directory, stop_at, in_passes):
+            _compare(found, expected, draws)
+            count = len(poisoned)
+            assert found[2][-1][2] == count
+
+
+def _ends(do: str, poisoned: Sequence[int], directory: str) -> tuple[str, bool]:
+    manager = _built("fsdp2")
+    before = full_weights(manager)
+    config = BadStepConfig(do=do, limit=2)  # type: ignore[arg-type]
+    loop = Loop(_batches(manager, poisoned), steps=STEPS, on_bad_step=config)
+    with Checkpointer(manager, directory) as checkpointer:
+        try:
+            fit(manager, replace(loop, checkpointer=checkpointer, save_every=3))
+        except TrainingError as error:
+            after = full_weights(manager)
+            same = all(torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items())
+            return str(error), same
+    return "", False
+
+
+@pytest.mark.parametrize(
+    ("do", "poisoned", "text"),
+    [
+        ("stop", [0], "step 1: the loss is nan and the gradient norm nan. The parameters were not changed"),
+        ("skip", [0, 1, 2], "There were 3 bad steps without a good one that is further, and on_bad_step.limit=2"),
+        ("rewind", [0], "there is no checkpoint to go back to"),
+    ],
+)
+def test_what_cannot_go_on_ends_on_all_ranks_and_has_changed_nothing(
+    do: str, poisoned: list[int], text: str, tmp_path: Path
+) -> None:
+    for said, is_same in pool(2).run(_ends, do, poisoned, str(tmp_path)):
+        assert text in said
+        assert is_same
+
+
+# -- an objective that is not finite, and what is far above
+
+
+def weighted(tokens: Any, columns: Any) -> Tensor:
+    """Cross entropy times a weight by row."""
+    return -(tokens.log_probs * columns["weight"][:, None]).sum()
+
+
+def _weighted(kind: str, directory: str) -> tuple[list[tuple[float, str]], dict[str, Tensor]]:
+    manager, _ = build_with_optimizer("fsdp2", {}, {}, CASE)
+    mesh, plain, bad = manager.mesh, LEAST_KNOWN + 1, LEAST_KNOWN + 3
+
+    def batches(step: int) -> list[Batch]:
+        found = share(CASE, step % 4, mesh.data_rank, mesh.data_size)
+        factor = {"nan": math.nan, "far": 1e3, "none": 1.0}[kind] if step + 1 == bad else 1.0
+        return [{**each, "weight": torch.full((len(each["labels"]),), factor, dtype=torch.float64)} for each in found]
+
+    config = BadStepConfig(do="skip", deviations=20, window=plain)
+    results = fit(manager, Loop(batches, steps=bad + 1, objective=weighted, on_bad_step=config))
+    return [(each.loss, each.skipped) for each in results], full_weights(manager)
+
+
+def test_an_objective_that_is_not_finite_and_one_that_leaps_are_left_out(tmp_path: Path) -> None:
+    bad = LEAST_KNOWN + 3
+    (nothing, _), (far, weights), (nan, others) = (
+        pool(2).run(_weighted, kind, str(tmp_path))[0] for kind in ("none", "far", "nan")
+    )
+    assert not any(reason for _, reason in nothing)
+    for found, text in ((far, "standard deviations above the median"), (nan, "is not finite")):
+        assert [index + 1 for index, (_, reason) in enumerate(found) if reason] == [bad]
+        assert text in found[bad - 1][1]
+        assert found[: bad - 1] == nothing[: bad - 1]
+    assert far[bad:] == nan[bad:]
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+# -- judging
+
+
+def _judged(config: BadStepConfig, values: Sequence[float], state: Any = None) -> tuple[list[bool], BadSteps]:
+    judge = BadSteps(config, state)
+    return [judge.judge(step, value, 1.0) is not None for step, value in enumerate(values, start=1)], judge
+
+
+def test_what_is_far_follows_from_the_good_steps_before_alone() -> None:
+    values = [2 + 0.1 * math.sin(step) for step in range(60)]
+    leaps = {25: 9.0, 26: 9.0, 40: math.inf, 41: -50.0}
+    for step, value in leaps.items():
+        values[step] = value
+    config = BadStepConfig(do="skip", deviations=8, window=30)
+    found, whole = _judged(config, values)
+    # What falls is no harm.
+    assert [step for step, is_bad in enumerate(found) if is_bad] == [25, 26, 40]
+    for cut in (10, 26, 41):
+        first, judge = _judged(config, values[:cut])
+        rest, judge = _judged(config, values[cut:], json.loads(json.dumps(judge.state()))["bad_steps"])
+        assert first + rest == found
+        assert judge.state()["bad_steps"]["losses"] == whole.state()["bad_steps"]["losses"]
+    assert not any(_judged(BadStepConfig(do="skip"), [1.0] * 30 + [1e9])[0])
+    assert not any(_judged(config, [1.0] * (LEAST_KNOWN - 1) + [1e9])[0])
+    assert _judged(config, [1.0] * LEAST_KNOWN + [1e9])[0][-1]
+    # Values that hardly differ are no reason to find a hair's breadth far.
+    assert not any(_judged(config, [1.0] * LEAST_KNOWN + [1.005])[0])
+
+
+@pytest.mark.parametrize(("window", "is_far"), [(LEAST_KNOWN, True), (50, False)], ids=["window=20", "window=50"])
+def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
+    """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
+    noise = [0.05 * math.sin(step) for step in range(LEAST_KNOWN + 30)]
+    losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]
+    found, judge = _judged(BadStepConfig(do="skip", deviations=8, window=window), [*losses, 2.0])
+    assert found == [False] * len(losses) + [is_far]
+    assert len(judge.state()["bad_steps"]["losses"]) == (window if is_far else len(losses))
+
+
+def test_deviations_are_those_of_a_normal_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    known = deque((5 + 2 * torch.randn(20_001, generator=generator, dtype=torch.float64)).tolist())
+    far, median = deviations_above(11.0, known)
+    assert median == pytest.approx(5, abs=0.05)
+    assert far == pytest.approx(3, abs=0.1)
+
+
+def test_the_limit_counts_bad_steps_since_the_furthest_good_one() -> None:
+    judge = BadSteps(BadStepConfig(do="skip", limit=2))
+    for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan), (4, 1.0), (5, math.nan), (6, math.nan)):
+        judge.judge(step, loss, 1.0)
+    # A step that was done before is not further.
+    judge.judge(4, 1.0, 1.0)
+    with pytest.raises(TrainingError, match=r"There were 3 bad steps"):
+        judge.judge(5, math.nan, 1.0)
+
+
+# -- the run file
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("on_bad_step=rewind", "needs checkpoints to go back to"),
+        ("on_bad_step=retry", "on_bad_step"),
+        ("on_bad_step={do: skip, deviations: 0}", "deviations"),
+        ("on_bad_step={do: skip, window: 5}", "window"),
+    ],
+)
+def test_what_cannot_be_heeded_is_refused(value: str, match: str, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with pytest.raises(ConfigError, match=match):
+        load_run(tmp_path / "run.yaml", [value])
+    assert load_run(tmp_path / "run.yaml", ["on_bad_step=skip"]).bad_steps == BadStepConfig(do="skip")
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None:
+    """Norms of a low rate vary about their median; the same run, stopped in between, judges the same."""
+    write_run(tmp_path)
+    judged = "on_bad_step={do: rewind, deviations: 0.7, window: 20, limit: 50}"
+    values = ["optimizer.lr=0.0002", "checkpoint={every: 4, keep_last: 3}", "sample=null", judged]
+    settings = [part for value in [*values, "schedule={name: constant}"] for part in ("--set", value)]
+
+    def train(directory: Path, steps: int) -> str:
+        further = ["--set", f"output_dir={directory}", "--set", f"steps={steps}"]
+        result = command("train", str(tmp_path / "run.yaml"), *settings, *further)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    output = train(whole, 60)
+    events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
+    bad = [event for event in events if event["event"] == "bad step"]
+    assert bad, "no step of this run was bad: choose other settings"
+    assert f"going back to step {bad[0]['back_to']}, without the batches since then (1 so far)" in output
+    lines = _lines(whole)
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    # It resumes from a checkpoint after the first bad step.
+    train(parted, next(step for step in range(4, 60, 4) if step >= bad[0]["back_to"] + 4))
+    train(parted, 60)
+    keys = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
+    found, expected = ([[line[key] for key in keys] for line in _lines(each)] for each in (parted, whole))
+    assert found == expected
+
+
+def test_lines_of_steps_that_were_left_out_are_read_again(tmp_path: Path) -> None:
+    result = StepResult(3, 9, math.nan, math.inf, 1e-3, 10, 0.1, 0, ended=5.0, skipped="the loss is nan")
+    record = json.loads(json.dumps(as_record(result), allow_nan=False))
+    assert (record["loss"], record["grad_norm"], record["skipped"]) == (None, None, "the loss is nan")
+    good = as_record(replace(result, step=4, loss=1.0, grad_norm=1.0, skipped=""))
+    assert "skipped" not in good
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{json.dumps(record)}\n{json.dumps(good)}\n")
+    first, second = read_metrics(path, until=9, steps=9)
+    assert math.isnan(first.loss)
+    assert math.isnan(first.grad_norm)
+    assert (first.skipped, second.skipped, second.loss) == ("the loss is nan", "", 1.0)
+
+
+def test_the_state_of_a_loop_that_stops_at_bad_steps_is_empty() -> None:
+    judge = BadSteps(BadStepConfig())
+    judge.judge(1, 1.0, 1.0)
+    assert judge.state() == {}

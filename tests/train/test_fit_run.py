@@ -1,0 +1,332 @@
+"""What a run file says of how long, how patiently and how often: each as the plain thing that it stands for.
+
+When a run stops is told by `EarlyStoppingConfig`, and what is best by `KeepBestConfig`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.commands import write_run
+from support.runs import Place
+
+from meshwright.base.errors import ConfigError
+from meshwright.checkpoint.manifest import step_directory
+from meshwright.data import load_tokenizer
+from meshwright.train.plan import data_and_model_config, plan_run, steps_of
+from meshwright.train.resume import early_stopping
+from meshwright.train.run_file import ScheduleConfig, load_run
+from meshwright.train.sample import beginning
+from meshwright.train.watch import EarlyStopping
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fit")
+    write_run(directory)
+    (directory / "more").mkdir()
+    (directory / "more" / "news.jsonl").write_text(
+        json.dumps({"text": "quite another text " * 60}) + "\n", encoding="utf-8"
+    )
+    return directory
+
+
+@pytest.fixture
+def place(workplace: Path, tmp_path: Path) -> Place:
+    return Place(workplace, tmp_path)
+
+
+def _summary(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place.out / "summary.json").read_text())
+    return found
+
+
+# -- epochs and warm-up
+
+
+def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
+    place: Place, workplace: Path, tmp_path: Path
+) -> None:
+    told = {"steps": None, "epochs": 0.21, "schedule": {"warmup_ratio": 0.3}}
+    place.runs(**told)
+    rows = sum(map(len, plan_run(load_run(place.file(**told)), 1).rows.training))
+    steps = math.ceil(0.21 * rows / 4)
+    assert 4 < steps < 12
+    assert _summary(place)["of_steps"] == steps
+    # The same in steps; and begun in the one way, and gone on with in the other.
+    plain = {"steps": steps, "schedule": {"warmup_steps": math.ceil(0.3 * steps)}}
+    other = Place(workplace, tmp_path / "other")
+    other.directory.mkdir()
+    other.runs(**plain)
+    assert other.metrics() == place.metrics()
+    mixed = Place(workplace, tmp_path / "mixed")
+    mixed.directory.mkdir()
+    assert mixed.run(kill_after=3, **told)[1] == "killed"
+    _, error, code = mixed.run(**told | {"schedule": {"warmup_ratio": 0.9}})
+    assert code == 2
+    assert "the run differs" in error
+    assert "schedule.warmup_steps" in error
+    assert "going on from" in mixed.runs(**plain)
+    assert mixed.metrics() == place.metrics()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warmup"), [(0.07, 100, 7), (0.0701, 100, 8), (0.1, 30, 3), (0.03, 10, 1), (1, 9, 9), (0, 9, 0)]
+)
+def test_a_share_of_warm_up_is_rounded_up_as_it_is_written(ratio: float, steps: int, warmup: int) -> None:
+    assert ScheduleConfig(warmup_ratio=ratio).over(steps) == ScheduleConfig(warmup_steps=warmup)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch_size", "steps"), [(1, 4, 3), (2, 4, 5), (0.1, 4, 1), (0.3, 1, 3), (3, 2, 15), (1, 32, 1)]
+)
+def test_an_epoch_has_each_row_once_and_the_last_step_is_whole(
+    epochs: float, batch_size: int, steps: int, place: Place
+) -> None:
+    config = load_run(place.file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
+    assert steps_of(config, 10) == steps
+
+
+def test_epochs_need_data_whose_rows_are_known_and_room_for_the_warm_up(place: Place) -> None:
+    config = load_run(place.file(steps=None, epochs=1, schedule={"warmup_steps": 9}))
+    with pytest.raises(ConfigError, match="how many rows the data have is not known"):
+        steps_of(config, None)
+    with pytest.raises(ConfigError, match="warmup_steps=9 is more than the 3 steps of epochs=1"):
+        steps_of(config, 10)
+
+
+# -- early stopping
+
+STOPPING = {"steps": 8, "eval": {"every": 1, "early_stopping": {"patience": 2, "min_delta": 99.0}}}
+
+
+def _patient(patience: int) -> dict[str, Any]:
+    return {**STOPPING, "eval": {"every": 1, "early_stopping": {"patience": patience, "min_delta": 99.0}}}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient(ranks: int, place: Place) -> None:
+    def run(**changes: Any) -> str:
+        output, error, code = place.run(ranks=ranks, strategy="ddp", nproc=ranks, **changes)
+        assert code == 0, error
+        return output
+
+    # Of three evaluations the first is the lowest. The checkpoint before the end is of step 2.
+    assert place.run(ranks=ranks, strategy="ddp", nproc=ranks, kill_after=3, **STOPPING)[1] == "killed"
+    output = run(**STOPPING)
+    assert "going on from" in output
+    assert "stopped early, after 3 of 8 steps: the held-out loss has not fallen in 2 evaluations" in output
+    assert [line["step"] for line in place.metrics()] == [1, 2, 3]
+    assert place.steps() == [3, 2]
+    assert (_summary(place)["steps"], _summary(place)["of_steps"]) == (3, 8)
+    assert "this run has finished" in run(**STOPPING)
+    assert "after 5 of 8 steps" in run(**_patient(4))
+    # More steps are no more patience.
+    assert "after 5 of 9 steps" in run(**_patient(4) | {"steps": 9})
+    assert [line["step"] for line in place.metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workplace: Path, tmp_path: Path) -> None:
+    place.runs(**STOPPING)
+    other = Place(workplace, tmp_path / "other")
+    other.directory.mkdir()
+    source = str(step_directory(place.root, 3))
+    _, error, code = other.run(**STOPPING, resume=source)
+    assert code == 2
+    assert f"the run that {source} is of has stopped early at step 3" in error
+    assert "after 4 of 8 steps" in other.runs(**_patient(3), resume=source)
+    # What another objective measures is not compared with that: of three further evaluations the first is the lowest.
+    third = Place(workplace, tmp_path / "third")
+    third.directory.mkdir()
+    smooth = {"objective": {"name": "cross_entropy", "label_smoothing": 0.2}}
+    assert "after 6 of 8 steps" in third.runs(**STOPPING, **smooth, resume={"from": source, "allow": ["objective"]})
+
+
+def test_patience_is_with_the_set_that_is_named(workplace: Path, tmp_path: Path) -> None:
+    run = yaml.safe_load((workplace / "run.yaml").read_text())
+    run["data"]["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
+    run["eval"] = {"every": 1, "early_stopping": {"set": "news", "patience": 2, "min_delta": 0.5}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert early_stopping(load_run(tmp_path / "run.yaml")) == EarlyStopping("news", patience=2, min_delta=0.5)
+
+
+# -- several sets, and the best
+
+
+def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path) -> None:
+    data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
+    data["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
+    changes = {"data": data, "eval": {"every": 1, "sequences": 3}}
+    changes["checkpoint"] = {"keep_last": 1, "keep_best": {"set": "news", "n": 2}}
+    # Rates that make of the last steps the worst.
+    changes |= {"optimizer": {"lr": 0.3}, "schedule": {"name": "constant"}}
+    output = place.runs(**changes)
+    losses = [line["evaluations"] for line in place.metrics()]
+    assert all(each.keys() == {"held_out", "news"} and each["held_out"] != each["news"] for each in losses)
+    assert [line["held_out_loss"] for line in place.metrics()] == [each["held_out"] for each in losses]
+    best = sorted(range(1, 9), key=lambda step: losses[step - 1]["news"])[:2]
+    assert place.steps() == sorted({*best, 8}, reverse=True)
+    summary = _summary(place)
+    assert summary["evaluations"] == losses[-1]
+    assert [each["step"] for each in summary["best_checkpoints"]] == best
+    assert f"lowest news loss {losses[best[0] - 1]['news']:.6f}: {step_directory(place.root, best[0])}" in output
+    assert f"news loss {losses[-1]['news']:.6f}" in output
+
+
+def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
+    place.runs(steps=3, checkpoint={"every": [200, "0.001s"], "keep_last": None})
+    assert place.steps() == [3, 2, 1]
+    for every, steps, seconds in (
+        (500, 500, None),
+        ("1.5h", None, 5400.0),
+        ("90m", None, 5400.0),
+        ([500, "5401s"], 500, 5401.0),
+        ([".5s", 3], 3, 0.5),
+        (None, None, None),
+    ):
+        told = load_run(place.file(checkpoint={"every": every})).checkpoint
+        assert (told.every_steps, told.after_s, told.saves) == (steps, seconds, every is not None)
+    for wrong in ("0m", "20", "20d", [], [500, 600], ["1m", "2m"], 0, True, [500, "0.0s"]):
+        with pytest.raises(ConfigError, match=r"checkpoint\.every"):
+            load_run(place.file(checkpoint={"every": wrong}))
+
+
+# -- the sample
+
+
+def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: Place) -> None:
+    changes = {"steps": 1, "schedule": {}, "checkpoint": {}}
+    config = load_run(place.file(**changes))
+    plan = plan_run(config, 1)
+    text = load_tokenizer(plan.data.tokenizer_dir).decode(beginning(plan.rows.evaluated)[0])
+    assert 8 < len(text) < 120
+    assert f"\nsample\n{text}" in place.runs(**changes, sample={"max_new_tokens": 3}, overwrite=True)
+    assert "\nsample\n3 is" in place.runs(**changes, sample={"prompt": "3 is"}, overwrite=True)
+    assert "\nsample\n" not in place.runs(**changes, sample=None, overwrite=True)
+
+
+# -- objectives that need more than tokens
+
+
+@pytest.fixture(scope="module")
+def preferences(workplace: Path) -> dict[str, Any]:
+    """Data of pairs, in which the right answer is chosen; 40 of them."""
+    lines = []
+    for n in range(40):
+        right, wrong = ("even", "odd") if n % 2 == 0 else ("odd", "even")
+        lines.append({"prompt": f"{n} is ", "chosen": right, "rejected": wrong})
+    path = workplace / "more" / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    run = workplace / "run.yaml"
+    data: dict[str, Any] = yaml.safe_load(run.read_text())["data"]
+    tokenizer = data_and_model_config(load_run(run))[0].tokenizer_dir
+    sources = [{"files": str(path), "format": "preference"}]
+    kept = {key: data[key] for key in ("cache_dir", "seq_len")}
+    return kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}
+
+
+def _told_sums(place: Place) -> list[dict[str, float]]:
+    return [{name: value / line["num_tokens"] for name, value in line["sums"].items()} for line in place.metrics()]
+
+
+@pytest.mark.parametrize(
+    "objective", ["orpo", {"name": "simpo", "gamma": 0.1}, {"name": "dpo", "reference_free": True}]
+)
+def test_preferences_are_trained_without_a_reference(objective: Any, preferences: dict[str, Any], place: Place) -> None:
+    place.runs(data=preferences, objective=objective, micro_batch_size=16, batch_size=64, optimizer={"lr": 0.01})
+    lines = place.metrics()
+    # Counted are pairs.
+    assert {line["num_tokens"] for line in lines} == {32}
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "held_out" in lines[-1]["evaluations"]
+    assert not (place.out / "reference.npz").exists()
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "ranks"), [("ddp", {}, 2), ("fsdp2", {"tp_size": 2}, 2)], ids=str)
+def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
+    strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: Place, tmp_path: Path
+) -> None:
+    told = {"data": preferences, "objective": {"name": "dpo", "beta": 1.0}, "micro_batch_size": 2, "batch_size": 8}
+    output = place.runs(**told)
+    assert "computing the log-probabilities of the reference" in output
+    lines, sums = place.metrics(), _told_sums(place)
+    # Nothing is learnt before the first step, so that the model is its own reference.
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-12)
+    assert sums[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-12)
+    assert abs(sums[-1]["rewards/margins"]) > 1e-3
+    other = Place(place.workplace, tmp_path / "other")
+    other.directory.mkdir()
+    layout = {"strategy": strategy, "nproc": ranks, **sizes}
+    assert other.run(ranks=ranks, kill_after=5, **told, **layout)[1] == "killed"
+    output, error, code = other.run(ranks=ranks, **told, **layout)
+    assert code == 0, error
+    assert "going on from" in output
+    assert "computing" not in output
+    for one, each in zip(other.metrics(), lines, strict=True):
+        assert one["loss"] == pytest.approx(each["loss"], abs=1e-9)
+        assert one["sums"] == pytest.approx(each["sums"], abs=1e-8)
+    # What was computed is not of this run any more.
+    again, error, code = other.run(ranks=ranks, overwrite=True, resume="never", seed=1, **told, **layout)
+    assert code == 0, error
+    assert "computing" in again
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "text"),
+    [
+        (None, {}, "the cross entropy takes each by itself, so that rejected answers would be learnt"),
+        ({"name": "kto"}, {}, "the objective 'kto' takes each by itself"),
+        ({"name": "grpo", "beta": 0.1}, {"corpus": True}, "needs advantages, reference_log_probs beside the tokens"),
+        (
+            "orpo",
+            {"corpus": True},
+            "objective 'orpo' takes rows 2 by 2, and those of these data do not belong together",
+        ),
+        ("orpo", {"packing": "documents"}, "packing=documents"),
+        ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 counts rows, of which 2 belong together"),
+    ],
+    ids=str,
+)
+def test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_starts(
+    objective: Any, changes: dict[str, Any], text: str, preferences: dict[str, Any], place: Place
+) -> None:
+    told: dict[str, Any] = {"micro_batch_size": 2, "batch_size": 8, "data": preferences, "objective": objective}
+    if "packing" in changes:
+        told["data"] = preferences | changes
+    elif "corpus" in changes:
+        del told["data"]
+    else:
+        told |= changes
+    _, error, code = place.run(**told)
+    assert code == 2
+    assert text in error
+    assert not place.out.exists()
+
+
+def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
+    place: Place, workplace: Path, tmp_path: Path
+) -> None:
+    lines = [
+        {"text": f"{n} is {'odd' if n % 2 else 'even'}, " * 8, "advantages": n % 2, "old": -1.5} for n in range(20)
+    ]
+    path = workplace / "more" / "advantages.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
+    del data["corpus"]
+    source = {"files": str(path), "columns": ["advantages"]}
+    data |= {"sources": [source], "packing": "none", "too_long": "cut", "seq_len": 32, "eval_fraction": 0.2}
+    model = yaml.safe_load((workplace / "run.yaml").read_text())["model"] | {"dtype": "float64"}
+    place.runs(data=data, objective="grpo", steps=3, model=model)
+    # Without older log-probabilities the ratio is 1, and the loss minus the mean advantage.
+    assert all(-1.0 <= line["loss"] <= 0.0 for line in place.metrics())
+    assert any(line["loss"] < -0.2 for line in place.metrics())
+    _, error, code = place.run(
+        data=data | {"sources": [source | {"columns": []}]}, objective="grpo", output_dir=str(place.out / "2")
+    )
+    assert code == 2
+    assert "the objective 'grpo' needs advantages beside the tokens, and the data have no columns" in error

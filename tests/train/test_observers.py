@@ -1,0 +1,498 @@
+"""What observers are told of a run, and what a run leaves behind of it: events, files of ranks, and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kill_sweep import Started, end_session, make_run
+from support.commands import LAUNCHER_VARIABLES, command, write_run
+
+from meshwright.base.errors import ConfigError, MeshwrightError
+from meshwright.base.validation import FrozenModel
+from meshwright.events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+from meshwright.events.step import StepResult
+from meshwright.events.tracker import TrackerSpec
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import Registry, get_registry
+from meshwright.testing import pool
+from meshwright.train.curve import Curve
+from meshwright.train.files import CURVE, EVENTS, METRICS
+from meshwright.train.journal import id_of
+from meshwright.train.rank_log import RankLog, rank_file
+from meshwright.train.run import run_rank
+from meshwright.train.run_file import load_run
+from meshwright.train.stopwatch import Stopwatch
+from meshwright.train.trackers import chosen, list_trackers
+
+ORDER = ["start", "step", "evaluation", "step", "checkpoint", "step", "evaluation", "step", "checkpoint", "end"]
+"""Of four steps with an evaluation and a checkpoint after every second."""
+
+
+@dataclass
+class Seen:
+    """An observer that keeps what it is told."""
+
+    told: list[tuple[str, Any]] = field(default_factory=list)
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo, mesh: Any) -> None:
+        assert str(mesh.degrees) == run.mesh
+        self.told.append(("start", run))
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        self.told.append(("step", result))
+
+    @hookimpl
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.told.append(("evaluation", evaluation))
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        self.told.append(("checkpoint", checkpoint))
+
+    @hookimpl
+    def on_fault(self, fault: Fault) -> None:
+        self.told.append(("fault", fault))
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        self.told.append(("end", summary))
+
+
+@dataclass
+class Fails:
+    """An observer that raises when a hook is called for the n-th time."""
+
+    hook: str
+    after: int = 1
+    calls: int = 0
+
+    def _note(self, hook: str) -> None:
+        self.calls += hook == self.hook
+        if hook == self.hook and self.calls == self.after:
+            raise RuntimeError("no room")
+
+    @hookimpl
+    def on_run_start(self) -> None:
+        self._note("on_run_start")
+
+    @hookimpl
+    def on_step_end(self) -> None:
+        self._note("on_step_end")
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        self._note("on_run_end")
+
+
+class Options(FrozenModel):
+    """Of the trackers of these tests."""
+
+    fails_in: str | None = None
+
+
+class _Plugin:
+    """Brings a tracker that writes what it is told of into the directory of the run."""
+
+    @hookimpl
+    def register_trackers(self) -> list[TrackerSpec]:
+        return [TrackerSpec("lines", "lines", Options, _Lines), TrackerSpec("dead", "fails", Options, _dead)]
+
+
+class _Lines:
+    def __init__(self, config: Options, run: RunInfo) -> None:
+        self._fails_in, self._path = config.fails_in, Path(str(run.directory)) / "lines"
+        self._write(f"rank {run.rank}")
+
+    def _write(self, text: str) -> None:
+        with self._path.open("a") as file:
+            file.write(text + "\n")
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if self._fails_in == "on_step_end" and result.step == 2:
+            raise ConnectionError("the server is gone")
+        self._write(f"step {result.step}")
+
+    def close(self) -> None:
+        self._write("closed")
+
+
+def _dead(config: Options, run: RunInfo) -> Any:
+    raise ConnectionError("no server")
+
+
+def _rank(path: str, observers: Mapping[int, list[Any]], plugs: bool) -> tuple[list[Any], str, list[str]]:
+    """What an observer of this rank was told, the rank's error, and its warnings."""
+    seen, rank = Seen(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    with ExitStack() as held, pytest.MonkeyPatch.context() as patch:
+        warned = held.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        held.enter_context(redirect_stdout(io.StringIO()))
+        held.enter_context(get_registry().observing(seen, *observers.get(rank, [])))
+        if plugs:
+            held.enter_context(get_registry().observing(_Plugin()))
+        for name in LAUNCHER_VARIABLES:
+            patch.delenv(name, raising=False)
+        error = ""
+        try:
+            run_rank(None, load_run(path))
+        except MeshwrightError as caught:
+            error = str(caught)
+        except RuntimeError as caught:
+            error = f"raw: {caught}"
+    return seen.told, error, [str(each.message) for each in warned]
+
+
+class Place:
+    """Runs in one directory."""
+
+    def __init__(self, workplace: Path, directory: Path) -> None:
+        self._workplace, self.directory, self.out = workplace, directory, directory / "out"
+
+    def run(
+        self,
+        *,
+        ranks: int = 2,
+        observers: Mapping[int, list[Any]] | None = None,
+        plugs: bool = False,
+        **changes: Any,
+    ) -> list[tuple[list[Any], str, list[str]]]:
+        values = yaml.safe_load((self._workplace / "run.yaml").read_text())
+        values |= {"strategy_config": {}, "output_dir": str(self.out), "steps": 4, "sample": None, "timeout_s": 20}
+        values |= {"eval": {"every": 2, "sequences": 2}, "checkpoint": {"every": 2, "asynchronous": False}}
+        values |= changes
+        path = self.directory / "run.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return pool(ranks).run(_rank, str(path), observers or {}, plugs)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("observed")
+    write_run(directory)
+    return directory
+
+
+@pytest.fixture
+def place(workplace: Path, tmp_path: Path) -> Place:
+    return Place(workplace, tmp_path)
+
+
+# -- hooks
+
+
+def test_observers_of_every_rank_are_told_of_the_whole_course(place: Place) -> None:
+    for rank, (told, error, _) in enumerate(place.run()):
+        assert not error
+        assert [name for name, _ in told] == ORDER
+        assert all(each.rank == rank for _, each in told)
+        run, summary = told[0][1], told[-1][1]
+        assert (run.start, run.steps, run.world_size, run.strategy, run.mesh) == (0, 4, 2, "fsdp2", "dp_shard=2")
+        assert run.directory == place.out
+        assert run.config["steps"] == 4
+        results = [each for name, each in told if name == "step"]
+        evaluations = [each for name, each in told if name == "evaluation"]
+        assert [each.evaluations for each in results[1::2]] == [each.losses for each in evaluations]
+        assert [each.path.name for name, each in told if name == "checkpoint"] == ["step-00000002", "step-00000004"]
+        assert (summary.reason, summary.step, summary.loss) == ("done", 4, results[-1].loss)
+        assert summary.evaluations == results[-1].evaluations
+        assert run.parameters == _parameters(place.out)
+
+
+def _parameters(out: Path) -> int:
+    from transformers import AutoModelForCausalLM
+
+    return sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(out / "model").parameters())
+
+
+def test_a_step_tells_its_parts_rates_and_memory(place: Place) -> None:
+    told, error, _ = place.run(optimizer={"lr": 1e-2, "weight_decay": 0.1})[1]
+    assert not error
+    results = [each for name, each in told if name == "step"]
+    for result in results:
+        parts = {name: value for name, value in result.times.items() if name not in ("save", "evaluation")}
+        assert set(parts) == {"data", "forward_backward", "clip", "read", "optimizer"}
+        assert sum(parts.values()) == pytest.approx(result.seconds, rel=1e-9)
+        assert set(result.learning_rates.values()) == {result.learning_rate}
+        assert 2**20 < result.memory["host"] <= result.memory["host_peak"]
+        assert result.world_size == 2
+        assert result.tokens_per_second_per_device == result.tokens_per_second / 2
+        assert result.flops is result.mfu is None
+    assert [sorted({"save", "evaluation"} & set(each.times)) for each in results] == [
+        [],
+        ["evaluation"],
+        ["save"],
+        ["evaluation"],
+    ]
+    assert time.time() - 60 < results[0].ended < results[1].ended
+
+
+def test_utilization_is_the_models_work_of_what_all_devices_could_do() -> None:
+    result = StepResult(1, 1, 2.0, 1.0, 0.1, num_tokens=100, seconds=2.0, rank=0, world_size=4)
+    assert result.mfu is None
+    assert replace(result, flops=400.0, peak_flops=100.0).mfu == 400 / (2 * 100 * 4)
+
+
+def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
+    for told, error, _ in place.run(observers={0: [], 1: []}, optimizer={"lr": 1e30}):
+        names = [name for name, _ in told]
+        assert names[-2:] == ["fault", "end"]
+        fault, summary = told[-2][1], told[-1][1]
+        assert (fault.kind, fault.message, summary.reason) == ("TrainingError", error, "failed")
+        assert fault.step == summary.step == names.count("step")
+    events = place.lines(EVENTS)
+    assert [each["event"] for each in events[-2:]] == ["fault", "end"]
+    assert events[-2]["kind"] == "TrainingError"
+    assert (place.out / CURVE).stat().st_size > 5000
+
+
+def test_an_observer_that_fails_at_the_start_is_told_on_all_ranks(place: Place) -> None:
+    errors = [error for _, error, _ in place.run(observers={1: [Fails("on_run_start")]})]
+    assert errors[1] == "raw: no room"
+    assert "an observer fails at the start of the run: RuntimeError: no room" in errors[0]
+
+
+def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(place: Place) -> None:
+    _, error, warned = place.run(ranks=1, observers={0: [Fails("on_run_end")]}, nproc=1, optimizer={"lr": 1e30})[0]
+    assert "the loss is" in error
+    assert any("an observer fails at the end of the run: RuntimeError: no room" in each for each in warned)
+
+
+# -- what is left behind
+
+
+def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place) -> None:
+    place.run()
+    first = [each["event"] for each in place.lines(EVENTS)]
+    assert first == ["start", "startup", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
+    (startup,) = [each for each in place.lines(EVENTS) if each["event"] == "startup"]
+    seconds = startup["seconds"]
+    assert {"process group", "model", "sharding and weights", "first step", "total"} < seconds.keys()
+    assert sum(each for part, each in seconds.items() if part != "total") == pytest.approx(seconds["total"], abs=0.02)
+    assert min(seconds.values()) >= 0
+    place.run(steps=6)
+    events = place.lines(EVENTS)
+    starts = [each for each in events if each["event"] == "start"]
+    assert [each["start"] for each in starts] == [0, 4]
+    assert starts[0]["id"] == starts[1]["id"] == id_of(place.out)
+    for rank in range(2):
+        path = rank_file(place.out, rank).relative_to(place.out)
+        lines = place.lines(str(path))
+        assert [each["step"] for each in lines] == [1, 2, 3, 4, 5, 6]
+        assert all(each["memory"]["host"] > 2**20 and each["times"]["forward_backward"] > 0 for each in lines)
+    metrics = place.lines(METRICS)
+    assert [each["step"] for each in metrics] == [1, 2, 3, 4, 5, 6]
+    # What was done before comes back whole.
+    assert metrics[1]["times"]["evaluation"] > 0
+    place.run(steps=2, resume="never", overwrite=True)
+    again = [each for each in place.lines(EVENTS) if each["event"] == "start"]
+    assert len(again) == 1
+    assert again[0]["id"] != starts[0]["id"]
+    assert [each["step"] for each in place.lines(str(path))] == [1, 2]
+
+
+def test_norms_by_block_are_measured_in_the_steps_that_are_asked_for(place: Place) -> None:
+    told = place.run(metrics={"norms_every": 2})
+    results = [[each for name, each in seen if name == "step"] for seen, _, _ in told]
+    assert [sorted(each.norms) != [] for each in results[0]] == [False, True, False, True]
+    for one, other in zip(*results, strict=True):
+        assert one.norms == other.norms
+        if one.norms:
+            assert {"embedding", "model.layers.0", "model.layers.1"} <= set(one.norms)
+            assert math.hypot(*one.norms.values()) == pytest.approx(one.grad_norm, rel=1e-5)
+            assert one.times["norms"] > 0
+    assert [each.get("norms", {}) for each in place.lines(METRICS)] == [each.norms for each in results[0]]
+
+
+def test_files_of_ranks_can_be_left_out(place: Place) -> None:
+    place.run(metrics={"ranks": False})
+    assert not (place.out / "ranks").exists()
+    assert len(place.lines(METRICS)) == 4
+
+
+def test_metrics_and_trackers_do_not_make_another_run(place: Place) -> None:
+    place.run(plugs=True)
+    before = {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file() and ".lock" not in path.name}
+    told, error, _ = place.run(plugs=True, metrics={"ranks": False}, trackers=["lines"])[0]
+    assert not told
+    assert not error
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "ranks").write_text("a file")
+    now = iter(range(0, 1000, 10))
+    log = RankLog(tmp_path, 3, clock=lambda: float(next(now)))
+    result = StepResult(1, 1, 2.0, 1.0, 0.1, num_tokens=100, seconds=2.0, rank=3)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        log.on_step_end(result)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            log.on_step_end(result)
+
+
+def test_the_picture_is_drawn_while_the_run_trains_and_by_nobody_when_it_has_ended(tmp_path: Path) -> None:
+    metrics, picture = tmp_path / METRICS, tmp_path / CURVE
+    result = StepResult(1, 2, 2.0, 1.0, 0.1, num_tokens=100, seconds=2.0, rank=0)
+    line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 100, "seconds": 2.0}
+    metrics.write_text(json.dumps(line) + "\n")
+    now = [0.0]
+    with Curve(metrics, picture, clock=lambda: now[0]) as curve:
+        curve.on_step_end(result)
+        assert curve.drawing is None
+        now[0] = 31.0
+        curve.on_step_end(result)
+        drawing = curve.drawing
+        assert drawing is not None
+        drawing.wait(60)
+        assert picture.stat().st_size > 5000
+        # It took two seconds by this clock, so the next is due in 2,000.
+        for later, is_drawing in ((33.0, False), (2000.0, False), (2034.0, True)):
+            now[0] = later
+            curve.on_step_end(result)
+            assert (curve.drawing is not None) is is_drawing
+        last = curve.drawing
+    assert last is not None
+    assert last.poll() is not None
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_killed_rank_leaves_its_exit_and_a_picture(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run = make_run(tmp_path, "killed", {"strategy": "ddp", "strategy_config": {}, "nproc": 2, "steps": 4000})
+    process = Started("train", str(run.file))
+    try:
+        deadline = time.monotonic() + 100
+        while run.steps_done() < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        holder = json.loads((run.directory / ".lock.json").read_text())
+        os.kill(holder["pid"], signal.SIGKILL)
+        process.wait(timeout=60)
+    finally:
+        end_session(process)
+    assert process.returncode == 1
+    events = [json.loads(line) for line in (run.directory / EVENTS).read_text().splitlines()]
+    assert events[-1] | {"time": 0} == {"event": "exit", "code": 1, "time": 0}
+    assert (run.directory / CURVE).stat().st_size > 5000
+
+
+# -- trackers
+
+
+def test_a_tracker_runs_on_the_first_rank_and_is_closed(place: Place) -> None:
+    assert not any(error for _, error, _ in place.run(plugs=True, trackers=["lines"]))
+    assert (place.out / "lines").read_text().split("\n") == [
+        "rank 0",
+        *(f"step {n}" for n in range(1, 5)),
+        "closed",
+        "",
+    ]
+
+
+def test_a_tracker_that_fails_is_told_once_and_training_goes_on(place: Place) -> None:
+    told, error, warned = place.run(plugs=True, trackers=[{"name": "lines", "fails_in": "on_step_end"}])[0]
+    assert not error
+    assert [name for name, _ in told] == ORDER
+    assert [each for each in warned if "tracker" in each] == [
+        "tracker 'lines' has failed in on_step_end and is left aside: ConnectionError: the server is gone. Training "
+        "goes on; metrics.jsonl has everything."
+    ]
+    assert (place.out / "lines").read_text() == "rank 0\nstep 1\nclosed\n"
+
+
+def test_a_tracker_that_cannot_be_started_is_told_on_all_ranks(place: Place) -> None:
+    errors = {error for _, error, _ in place.run(plugs=True, trackers=["dead"])}
+    assert errors == {
+        "tracker 'dead' cannot be started: ConnectionError: no server. Mend that, or leave it out of trackers."
+    }
+
+
+@pytest.fixture
+def registry() -> Registry:
+    found = Registry([])
+    found.register(_Plugin(), name="lines (tests)")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("line", "there is no tracker 'line'. Did you mean 'lines'? Installed: dead, lines."),
+        ({"fails_in": "x"}, "there is no tracker None."),
+        ({"name": "lines", "fail_in": "x"}, "fail_in: unknown key. Did you mean 'fails_in'?"),
+    ],
+)
+def test_a_wrong_tracker_is_refused_by_name(asked: Any, told: str, registry: Registry) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chosen([asked], registry)
+    assert told in str(caught.value)
+
+
+def test_two_plugins_cannot_bring_one_tracker(registry: Registry) -> None:
+    registry.register(_Plugin(), name="others (tests)")
+    with pytest.raises(ConfigError, match="two plugins bring a tracker"):
+        list_trackers(registry)
+
+
+def test_an_unknown_tracker_ends_the_command_before_ranks_start(workplace: Path) -> None:
+    found = command("train", str(workplace / "run.yaml"), "--set", "trackers=[tensorbord]")
+    assert found.returncode == 2
+    assert "there is no tracker 'tensorbord'" in found.stderr
+    assert not (workplace / "out").exists()
+
+
+# -- the stopwatch of an accelerator, on a made-up one
+
+
+@dataclass
+class _Event:
+    device: list[float]
+    at: float
+
+    def query(self) -> bool:
+        return self.device[1] >= self.at
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
+    # What has been issued, and what is done, in seconds of the device.
+    device = [0.0, 0.0]
+    watch = Stopwatch(lambda: _Event(device, device[0]), clock=lambda: 0.0)
+    told = []
+    for forward, optimizer in ((2.0, 0.5), (3.0, 0.25)):
+        watch.begin()
+        watch.end("data")
+        for part, took in (("forward_backward", forward), ("clip", 1.0)):
+            device[0] += took
+            watch.end(part)
+        device[1] = device[0]
+        watch.end("read")
+        device[0] += optimizer
+        watch.end("optimizer")
+        told.append({name: value for name, value in watch.take().items() if value})
+    assert told == [
+        {"forward_backward": 2.0, "clip": 1.0},
+        {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5},
+    ]

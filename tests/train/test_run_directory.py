@@ -1,0 +1,480 @@
+"""A run and its directory: what goes on, what is set aside, what is refused, and that nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.commands import write_run
+from support.runs import EVERY, STEPS, TOLERANCE, Place
+from transformers import AutoModelForCausalLM
+
+from meshwright.base.errors import ConfigError
+from meshwright.checkpoint.manifest import MANIFEST, step_directory
+from meshwright.data import DataOrder, lay_out
+from meshwright.strategy.contract import StepResult
+from meshwright.train.decay import decay_groups
+from meshwright.train.fate import check_restarts
+from meshwright.train.output import locked
+from meshwright.train.plan import data_and_model_config
+from meshwright.train.report import as_record, read_metrics
+from meshwright.train.run_file import RunConfig, ScheduleConfig, load_run
+from meshwright.train.schedules import build_scheduler, set_schedule
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    write_run(directory)
+    return directory
+
+
+@pytest.fixture
+def place(workplace: Path, tmp_path: Path) -> Place:
+    return Place(workplace, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    whole = Place(workplace, tmp_path_factory.mktemp("whole"))
+    whole.runs()
+    return whole
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# -- none of the checkpoints loads
+
+
+def test_where_no_checkpoint_is_whole_the_run_stops_and_removes_nothing(place: Place) -> None:
+    assert place.run(kill_after=5)[1] == "killed"
+    for step in place.steps():
+        _flip(step_directory(place.root, step) / "tensors-00000.bin")
+    before = place.contents()
+    for overwrite in (False, True):
+        _, error, code = place.run(overwrite=overwrite)
+        assert code == 2
+        for step in (2, 4):
+            assert re.search(rf"step-0000000{step} is not whole: the contents of tensors-00000.bin have changed", error)
+        assert "resume=never and overwrite=true" in error
+        assert place.contents() == before
+    place.runs(resume="never", overwrite=True)
+    assert place.steps() == [8, 6, 4, 2]
+
+
+def test_a_newer_format_stops_the_run_and_no_older_one_is_taken(place: Place) -> None:
+    assert place.run(kill_after=5)[1] == "killed"
+    manifest = step_directory(place.root, 4) / MANIFEST
+    manifest.write_text(re.sub(r'"format": \d+', '"format": 99', manifest.read_text()))
+    before = place.contents()
+    _, error, code = place.run()
+    assert code == 2
+    assert "has format 99" in error
+    assert place.contents() == before
+
+
+def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(place: Place, uninterrupted: Place) -> None:
+    settings = {"every": EVERY, "keep_last": 1, "asynchronous": False}
+    assert place.run(kill_after=7, checkpoint={**settings, "keep_last": 2})[1] == "killed"
+    assert place.steps() == [6, 4]
+    _flip(step_directory(place.root, 6) / "tensors-00000.bin")
+    # At other steps than before, so that the torn one would count as the newest.
+    assert place.run(kill_after=6, checkpoint={**settings, "every": 5})[1] == "killed"
+    assert place.steps(place.root / "abandoned-1") == [6]
+    assert place.steps() == [5]
+    assert place.run(kill_after=7, checkpoint=settings)[1] == "killed"
+    assert "after step 6" in place.runs(checkpoint=settings)
+    assert place.steps() == [8]
+    assert place.metrics() == uninterrupted.metrics()
+
+
+# -- back to an earlier step
+
+
+def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_with_the_branch(
+    place: Place, uninterrupted: Place
+) -> None:
+    place.runs()
+    source = step_directory(place.root, 2)
+    branch = {
+        "resume": {"from": str(source), "allow": ["optimizer.lr"]},
+        "optimizer": {"lr": 5e-3, "weight_decay": 0.1},
+        "checkpoint": {"every": EVERY, "keep_last": 2, "asynchronous": False},
+    }
+    output, error, _ = place.run(kill_after=5, **branch)
+    aside = place.root / "abandoned-1"
+    assert error == "killed"
+    assert "after step 2, with other optimizer.lr" in output
+    assert "are now in" in output
+    assert place.steps(aside) == [8, 6, 4]
+    assert place.metrics(aside) == uninterrupted.metrics()
+    assert place.steps() == [4, 2]
+    assert [line["step"] for line in place.metrics()] == [1, 2, 3, 4, 5]
+    # The run's own checkpoint, not the one that it began with.
+    assert "after step 4" in place.run(kill_after=7, **branch)[0]
+    assert place.steps() == [6, 4]
+    # What it began with has gone since. A plain run goes on with the branch, too.
+    assert "after step 6" in place.run(kill_after=7, **branch)[0]
+    plain = {**branch, "resume": "auto"}
+    assert "after step 6" in place.runs(**plain)
+    metrics = place.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert metrics[:2] == uninterrupted.metrics()[:2]
+    for mine, other in zip(metrics[2:], uninterrupted.metrics()[2:], strict=True):
+        assert mine["learning_rate"] == pytest.approx(other["learning_rate"] / 2)
+    assert [path.name for path in place.root.glob("abandoned-*")] == ["abandoned-1"]
+    # And back to what was set aside: its metrics come along.
+    again = place.runs(resume=str(step_directory(aside, 6)))
+    assert "after step 6" in again
+    assert place.metrics() == uninterrupted.metrics()
+    assert place.steps(place.root / "abandoned-2") == [8, 6]
+    assert place.steps() == [8]
+
+
+def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(place: Place, uninterrupted: Place) -> None:
+    source = {"resume": str(step_directory(uninterrupted.root, 4))}
+    before = uninterrupted.contents()
+    assert "after step 4" in place.run(kill_after=5, **source)[0]
+    _, error, code = place.run(resume="auto")
+    assert (code, "began with" in error) == (2, True)
+    assert "after step 4" in place.run(kill_after=7, **source)[0]
+    assert "after step 6" in place.runs(**source)
+    assert place.metrics() == uninterrupted.metrics()[4:]
+    assert "has finished" in place.runs(**source)
+    assert uninterrupted.contents() == before
+
+
+# -- finished
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_finished_run_says_so_and_touches_nothing(overwrite: bool, place: Place) -> None:
+    place.runs(overwrite=overwrite, steps=2)
+    before = place.contents()
+    for again in (overwrite, True):
+        assert "this run has finished" in place.runs(overwrite=again, steps=2)
+        assert place.contents() == before
+
+
+def test_a_finished_run_goes_on_when_steps_are_raised_at_the_rates_of_the_longer_schedule(
+    place: Place, uninterrupted: Place
+) -> None:
+    place.runs(steps=4)
+    model = (place.out / "model" / "model.safetensors").read_bytes()
+    assert "after step 4" in place.runs(overwrite=True)
+    rates = [line["learning_rate"] for line in place.metrics()]
+    assert rates[4:] == [line["learning_rate"] for line in uninterrupted.metrics()[4:]]
+    assert rates[3] != uninterrupted.metrics()[3]["learning_rate"]
+    assert (place.out / "model" / "model.safetensors").read_bytes() != model
+    _, error, code = place.run(steps=4)
+    assert (code, "overwrite=true" in error) == (2, True)
+
+
+def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: Place) -> None:
+    none: dict[str, Any] = {"checkpoint": {"every": None}}
+    place.runs(steps=2, **none)
+    before = place.contents()
+    for overwrite in (False, True):
+        _, error, code = place.run(steps=4, overwrite=overwrite, **none)
+        assert code == 2
+        assert "has left no checkpoint to go on from" in error
+        assert place.contents() == before
+    # Another run replaces it, if it is to.
+    other: dict[str, Any] = {"seed": 5, **none}
+    assert "overwrite=true" in place.run(steps=2, **other)[1]
+    assert place.contents() == before
+    place.runs(steps=2, overwrite=True, **other)
+    assert place.contents()["run.yaml"] != before["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "changes", "told"),
+    [
+        ("3", {}, "up to 3 times (--max-restarts), but the run saves no checkpoints"),
+        ("3", {"checkpoint": {"every": 2}, "resume": "never"}, "resume=never would start anew"),
+        ("3", {"checkpoint": {"every": 2}}, ""),
+        ("0", {}, ""),
+    ],
+)
+def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(
+    restarts: str, changes: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    config = RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **changes)
+    if not told:
+        check_restarts(config)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            check_restarts(config)
+
+
+# -- locked
+
+
+def test_a_second_run_is_refused_with_who_holds_the_directory(place: Place) -> None:
+    with locked(place.out, patience_s=0):
+        _, error, code = place.run()
+    assert code == 2
+    assert f"is in use by another run: process {os.getpid()} on " in error
+    assert ", started 20" in error
+    assert place.contents() == {}
+    place.runs(steps=1)
+
+
+def test_the_system_lets_go_of_the_directory_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with locked(tmp_path, patience_s=0):
+            os.write(write, b"x")
+            time.sleep(600)
+    os.read(read, 1)
+    with pytest.raises(ConfigError, match=f"process {child} on"):
+        with locked(tmp_path, patience_s=0.2):
+            pass
+    os.kill(child, signal.SIGKILL)
+    with locked(tmp_path, patience_s=60):
+        os.waitpid(child, 0)
+
+
+# -- what may change
+
+
+def _handwritten(
+    path: Path, kinds: list[tuple[int, dict[str, Any]]], model: Any = None, start: int = 0
+) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of a plain loop; from each step on, the settings that belong to it."""
+    config = load_run(path)
+    data, hf_config = data_and_model_config(config)
+    (training,) = lay_out(data, config.data).training
+    if model is None:
+        torch.manual_seed(config.seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(decay_groups(model.named_parameters(), 0.1, lambda name: "norm" not in name), lr=1.0)
+    losses, position = [], 0
+    for step in range(start, config.steps):
+        now = {}
+        for since, settings in kinds:
+            now |= settings if since <= step else {}
+            if since == step and "seed" in settings:
+                position = 0
+        order = DataOrder(len(training), 1, now.get("seed", config.seed))
+        rows = [int(order.indices(position + each)[0]) for each in range(now.get("batch_size", 4))]
+        position += len(rows)
+        ids = training.take(rows)["input_ids"]
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), now.get("max_grad_norm", 1.0))
+        for group in optimizer.param_groups:
+            group["lr"] = now["rate"](step)
+            group["weight_decay"] = now.get("decay", 0.1) if group["weight_decay"] else 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _cosine(peak: float, warmup: int = 1, steps: int = STEPS) -> Any:
+    def rate(step: int) -> float:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+        scheduler = build_scheduler(ScheduleConfig(warmup_steps=warmup), optimizer, steps)
+        for _ in range(step):
+            optimizer.step()
+            scheduler.step()
+        return float(scheduler.get_last_lr()[0])
+
+    return rate
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "optimizer.lr": ({"optimizer": {"lr": 3e-3, "weight_decay": 0.1}}, {"rate": _cosine(3e-3)}),
+    "optimizer.weight_decay": ({"optimizer": {"lr": 1e-2, "weight_decay": 0.5}}, {"decay": 0.5}),
+    "schedule": ({"schedule": {"warmup_steps": 7}}, {"rate": _cosine(1e-2, warmup=7)}),
+    "batch_size": ({"batch_size": 6}, {"batch_size": 6}),
+    "seed": ({"seed": 7}, {"seed": 7}),
+    "max_grad_norm": ({"max_grad_norm": 0.1}, {"max_grad_norm": 0.1}),
+}
+
+
+def _check_change(name: str, place: Place, layout: dict[str, Any], ranks: int) -> None:
+    changes, settings = CHANGES[name]
+    assert place.run(kill_after=5)[1] == "killed"
+    refused = place.run(**changes)
+    assert refused[2] == 2
+    assert f"the run differs from the one that {step_directory(place.root, 4)} is of: {name}" in refused[1]
+    output, error, code = place.run(ranks=ranks, resume={"from": "auto", "allow": [name]}, **changes, **layout)
+    assert code == 0, error
+    assert f"with other {name}" in output
+    (place.out / "run.yaml").write_text(place.file().read_text())
+    losses, weights = _handwritten(place.file(), [(0, {"rate": _cosine(1e-2)}), (4, settings)])
+    assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
+    found = AutoModelForCausalLM.from_pretrained(place.out / "model", dtype=torch.float64).state_dict()
+    for key, value in weights.items():
+        torch.testing.assert_close(found[key], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_allowed_change_acts_as_in_a_handwritten_loop(name: str, place: Place) -> None:
+    _check_change(name, place, {}, 1)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp-zero1": {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}},
+    "fsdp2": {"strategy": "fsdp2"},
+    "megatron": {"strategy": "megatron_fsdp", "strategy_config": {"zero_dp_strategy": 3}},
+    "pipeline": {"strategy": "single", "pp_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["optimizer.lr", "optimizer.weight_decay", "schedule", "batch_size"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_allowed_change_acts_under_every_strategy(layout: str, name: str, place: Place) -> None:
+    _check_change(name, place, {**LAYOUTS[layout], "nproc": 2, "micro_batch_size": 1}, 2)
+
+
+def test_decay_may_be_given_up_though_it_changes_the_groups(place: Place) -> None:
+    assert place.run(kill_after=5)[1] == "killed"
+    none = {"optimizer": {"lr": 1e-2}, "resume": {"from": "auto", "allow": ["optimizer.weight_decay"]}}
+    place.runs(**none)
+    losses, _ = _handwritten(place.file(), [(0, {"rate": _cosine(1e-2)}), (4, {"decay": 0.0})])
+    assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
+
+
+def test_other_data_begin_at_their_start_and_the_position_is_remembered(place: Place, workplace: Path) -> None:
+    data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
+    tokenizer = place.directory / "tokenizer"
+    assert place.run(kill_after=3)[1] == "killed"
+    other = {**data, "corpus": [str(workplace / "*.txt")]}
+    allowed = {"data": other, "batch_size": 6, "resume": {"from": "auto", "allow": ["data", "batch_size"]}}
+    assert place.run(data=other)[2] == 2
+    assert not tokenizer.exists()
+    assert place.run(kill_after=5, **allowed)[1] == "killed"
+    # The change is done; the next start needs no leave.
+    place.runs(data=other, batch_size=6)
+    manifest = json.loads((step_directory(place.root, 6) / MANIFEST).read_text())
+    assert manifest["extra"]["position"] == 4 * 6
+    assert [line["step"] for line in place.metrics()] == list(range(1, STEPS + 1))
+
+
+def test_every_schedule_is_put_where_its_steps_lead() -> None:
+    options = {
+        "cosine_with_min_lr": {"min_lr": 1e-3},
+        "cosine_warmup_with_min_lr": {"min_lr": 1e-3},
+        "warmup_stable_decay": {"num_decay_steps": 3},
+    }
+    for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt", *options):
+        found = []
+        for put in (False, True):
+            parameters = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1e-2, 3e-2)]
+            optimizer = torch.optim.AdamW(parameters, lr=2e-2)
+            config = ScheduleConfig(
+                name=name, warmup_steps=0 if name == "constant" else 2, options=options.get(name, {})
+            )
+            scheduler = build_scheduler(config, optimizer, 9)
+            if put:
+                set_schedule(scheduler, 4)
+            for _ in range(0 if put else 4):
+                optimizer.step()
+                scheduler.step()
+            rates = [(scheduler.get_last_lr(), [group["lr"] for group in optimizer.param_groups])]
+            optimizer.step()
+            scheduler.step()
+            found.append([*rates, (scheduler.get_last_lr(), [group["lr"] for group in optimizer.param_groups])])
+        assert found[0] == found[1], name
+
+
+@pytest.mark.parametrize(
+    ("resume", "told"),
+    [
+        ("{from: auto, allow: [optimizer.name]}", "resume.allow.0: Input should be 'optimizer.lr'"),
+        ("{form: auto}", "resume.form: unknown key. Did you mean 'from'? Allowed: allow, from"),
+        ("{from: [data]}", "resume.from: Input should be a valid string"),
+        ("3", "resume: Input should be a valid string"),
+    ],
+)
+def test_what_resume_does_not_take_is_named(resume: str, told: str, place: Place) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_run(place.file(), [f"resume={resume}"])
+
+
+# -- weights alone
+
+
+@pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["single", *LAYOUTS])
+def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
+    layout: dict[str, Any], place: Place, uninterrupted: Place
+) -> None:
+    source = step_directory(uninterrupted.root, STEPS)
+    data = yaml.safe_load(place.file().read_text())["data"]
+    # The checkpoint brings its tokenizer along.
+    del data["vocab_size"]
+    changes = {"model": {"checkpoint": str(source), "dtype": "float64"}, "steps": 3, "data": data}
+    ranks = 2 if layout else 1
+    output, error, code = place.run(ranks=ranks, **changes, **layout, nproc=ranks, micro_batch_size=1)
+    assert code == 0, error
+    assert "going on from" not in output
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted.out / "model", dtype=torch.float64)
+    losses, _ = _handwritten(place.file(**changes), [(0, {"rate": _cosine(1e-2, steps=3)})], model)
+    assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
+
+
+def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Place) -> None:
+    place.runs(steps=2)
+    before = place.contents()
+    model = {"checkpoint": str(step_directory(place.root, 2)), "dtype": "float64"}
+    _, error, code = place.run(model=model, resume="never", overwrite=True)
+    assert code == 2
+    assert "lies in what this run replaces" in error
+    _, error, code = place.run(model={"checkpoint": str(place.directory)})
+    assert code == 2
+    assert "is no checkpoint" in error
+    assert place.contents() == before
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"\xff\xfe\x80", b'{"step": 2, "lo', b"[1]", b'{"step": "x"}', b"[" * 5000, b'{"step": 2, "sums": -0.0}'],
+)
+def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Path) -> None:
+    results = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3)]
+    lines = [json.dumps(as_record(result)).encode() for result in results]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([lines[0], bad, lines[2]]) + b"\n")
+    with pytest.warns(UserWarning, match=r"1 lines cannot be read and are left out: 2\."):
+        assert read_metrics(path, until=4, steps=4) == [results[0], results[2]]
+    # The last line of a run that was killed is nothing to be told of.
+    path.write_bytes(b"\n".join([*lines[:2], bad]))
+    assert read_metrics(path, until=4, steps=4) == results[:2]
+
+
+def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    first = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3, 4)]
+    again = [StepResult(step, 4, 1.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in first))
+    assert read_metrics(path, until=2, steps=4) == first[:2]
+    path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in [*first, *again]))
+    assert read_metrics(path, until=4, steps=4) == [first[0], *again]
+
+
+def test_sums_of_an_objective_come_back_from_the_metrics(tmp_path: Path) -> None:
+    result = StepResult(1, 4, 2.0, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(as_record(result), allow_nan=False) + "\n")
+    (found,) = read_metrics(path, until=4, steps=4)
+    assert found.sums["correct"] == 3.0
+    assert math.isnan(found.sums["kl"])

@@ -1,0 +1,502 @@
+"""The run file: what it accepts, what it refuses and how, and its schema."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import BaseModel, Field
+
+from meshwright.base.errors import ConfigError
+from meshwright.files.parsing import as_yaml, parse_yaml
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import Registry
+from meshwright.strategy.spec import StrategySpec
+from meshwright.train.run_file import RunConfig, as_plain, load_run
+from meshwright.train.run_schema import run_schema
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+MINIMAL = "model: {model_type: llama}\nsteps: 10\nbatch_size: 4\n"
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """Write a run file that extends a minimal one."""
+
+    def write(more: str = "", base: str = MINIMAL) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(base + more, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(path: Path, *assignments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, assignments)
+    return str(caught.value)
+
+
+# -- reading
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_valid(path):
+    config = load_run(path)
+    assert (config.steps or config.epochs or 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("1e-6", 1e-6),
+        ("1E3", 1e3),
+        ("1e+3", 1e3),
+        ("1.5e3", 1.5e3),
+        ("2.e-3", 2e-3),
+        (".5e-3", 0.5e-3),
+        ("0.001", 1e-3),
+        ("1.0e-3", 1e-3),
+        ("5", 5.0),
+    ],
+)
+def test_numbers_are_read_as_numbers_in_the_file_and_in_assignments(text, value, run_file):
+    assert load_run(run_file(f"optimizer: {{lr: {text}, options: {{eps: {text}}}}}")).optimizer.options == {
+        "eps": value
+    }
+    config = load_run(run_file(), [f"optimizer.lr={text}", f"optimizer.options.eps={text}"])
+    assert (config.optimizer.lr, config.optimizer.options["eps"]) == (value, value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["e5", "1e", "1e5x", "v1e5", "2024-01-01e3", "2024-13-01", "yes", "on", "1:30", "010", "1_000", "0b1", "+.nan"],
+)
+def test_words_that_only_look_like_numbers_stay_words(text, run_file):
+    assert load_run(run_file(f"output_dir: {text}\n")).output_dir == text
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("nproc: yes", "nproc: Input should be a valid integer (got 'yes'); or Input should be 'auto' (got 'yes')"),
+        ("nproc: true", "nproc: Input should be a valid integer (got True)"),
+        ("tp_size: true", "tp_size: Input should be a valid integer (got True)"),
+        ("tp_size: '2'", "tp_size: Input should be a valid integer (got '2')"),
+        ("tp_size: 2.0", "tp_size: Input should be a valid integer (got 2.0)"),
+        ("seed: 010", "seed: Input should be a valid integer (got '010')"),
+        ("seed: 1_000", "seed: Input should be a valid integer (got '1_000')"),
+        ("log_every: 1:30", "log_every: Input should be a valid integer (got '1:30')"),
+        ("overwrite: yes", "overwrite: Input should be a valid boolean (got 'yes')"),
+        ("overwrite: 1", "overwrite: Input should be a valid boolean (got 1)"),
+        ("overwrite: 'true'", "overwrite: Input should be a valid boolean (got 'true')"),
+        ("timeout_s: '5'", "timeout_s: Input should be a valid number (got '5')"),
+        ("timeout_s: true", "timeout_s: Input should be a valid number (got True)"),
+        ("optimizer: {lr: 1:30.5}", "optimizer.lr: Input should be a valid number (got '1:30.5')"),
+        ("eval: {every: on}", "eval.every: Input should be a valid integer (got 'on')"),
+    ],
+)
+def test_no_value_is_taken_for_one_of_another_type(more, line, run_file):
+    assert f"\n  {line}" in refusal(run_file(more))
+
+
+@pytest.mark.parametrize("text", ["[" * 20_000, "{a: " * 20_000, "- " * 20_000])
+def test_a_file_that_is_nested_too_deeply_is_an_error(text, run_file):
+    assert "is not valid YAML" in refusal(run_file(text, base=""))
+    assert "is not valid YAML" in refusal(run_file(), f"model={text}")
+
+
+def test_nesting_is_told_even_where_it_is_well_formed(run_file):
+    assert "nested deeper than 50 levels" in refusal(run_file(), "model.x=" + "[" * 60 + "]" * 60)
+    chain = "".join(f"a{n}: &a{n} [[[[[*a{n - 1}]]]]]\n" for n in range(1, 12))
+    assert "nested deeper than 50 levels" in refusal(run_file("a0: &a0 1\n" + chain))
+
+
+def test_a_few_aliases_cannot_stand_for_billions_of_values(run_file):
+    laughs = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
+    assert "more than 100,000 values" in refusal(run_file(laughs))
+    assert "an alias (*) stands inside of what it names" in refusal(run_file("a: &a [*a]\n"))
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool maybe", "!!int ''", "!!set {a}", "! x", "!own {a: 1}"])
+def test_tags_are_refused(value, run_file):
+    assert "is not valid YAML: tags such as" in refusal(run_file(f"resume: {value}\n"))
+
+
+def test_half_a_surrogate_pair_is_refused(run_file):
+    assert "half of a surrogate pair" in refusal(run_file('resume: "\\ud800"\n'))
+
+
+@pytest.mark.parametrize("character", ["\0", "\x1b", "\ufffe"])
+def test_characters_that_yaml_does_not_allow_are_an_error(character, run_file):
+    assert "is not valid YAML: unacceptable character" in refusal(run_file(f"resume: a{character}b\n"))
+    assert "is not valid YAML: unacceptable character" in refusal(run_file(), f"resume=a{character}b")
+
+
+def test_a_file_without_an_end_is_refused():
+    assert "larger than" in refusal(Path("/dev/zero"))
+
+
+def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
+    config = load_run(
+        run_file("optimizer: {lr: 0.1, weight_decay: 0.2}\n"),
+        [
+            "tp_size=2",
+            "model.num_hidden_layers=8",
+            "optimizer.lr=3e-4",
+            "strategy_config.reduce_dtype=float64",
+            "data.corpus=[a.txt, b.txt]",
+            "max_grad_norm=null",
+            "sample.prompt=a = b",
+            "wrapper_config={pipeline: {schedule: 1f1b}}",
+            "steps=20",
+            "steps=30",
+        ],
+    )
+    assert config.tp_size == 2
+    assert config.model == {"model_type": "llama", "num_hidden_layers": 8}
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 0.2)
+    assert config.strategy_config == {"reduce_dtype": "float64"}
+    assert config.data.corpus == ["a.txt", "b.txt"]
+    assert config.max_grad_norm is None
+    assert config.sample.prompt == "a = b"
+    assert config.wrapper_config == {"pipeline": {"schedule": "1f1b"}}
+    assert config.steps == 30
+
+
+@pytest.mark.parametrize(
+    ("assignment", "text"),
+    [
+        ("tp_size", "--set 'tp_size' is not of the form key=value"),
+        ("=2", "--set '=2' is not of the form key=value"),
+        ("steps.more=2", "'steps' holds 10, which has no keys of its own"),
+        ("data=[1", "the value is not valid YAML"),
+        ("tp_sise=2", "tp_sise: unknown key. Did you mean 'tp_size'?"),
+        ("data.seqlen=2", "data.seqlen: unknown key. Did you mean 'seq_len'?"),
+        ("output_dir=", "output_dir: Input should be a valid string"),
+    ],
+)
+def test_an_assignment_that_cannot_be_made_is_an_error(assignment, text, run_file):
+    assert text in refusal(run_file(), assignment)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "must hold a mapping of keys to values, not NoneType"),
+        ("- a\n- b\n", "must hold a mapping of keys to values, not list"),
+        ("just words", "must hold a mapping of keys to values, not str"),
+        ("a: [1", "is not valid YAML"),
+        ("a: 1\n\tb: 2", "is not valid YAML"),
+        ("a: !!python/object:os.system {}", "is not valid YAML"),
+        ("a: 1\n---\nb: 2", "is not valid YAML"),
+        ("steps: 1\nsteps: 2", "the key 'steps' is given twice"),
+        (MINIMAL + "optimizer:\n  lr: 1\n  lr: 2", "the key 'lr' is given twice"),
+        (MINIMAL + "1: 2", "1: Keys should be strings"),
+    ],
+)
+def test_a_file_that_holds_no_run_is_an_error_that_names_the_file(content, text, run_file):
+    path = run_file(content, base="")
+    assert str(path) in refusal(path)
+    assert text in refusal(path)
+
+
+def test_bytes_that_are_not_utf8_are_an_error(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"strategy: caf\xe9")
+    assert "is not valid YAML: 'utf-8' codec" in refusal(path)
+
+
+@pytest.mark.parametrize(("name", "text"), [("missing.yaml", "No such file"), (".", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_an_error(name, text, tmp_path):
+    assert text in refusal(tmp_path / name)
+
+
+def test_merged_mappings_may_change_a_key(run_file):
+    config = load_run(run_file("eval: &e {every: 1, sequences: 2}\n"))
+    assert config.eval.every == 1
+    text = "optimizer:\n  options: &o {eps: 1e-6}\nschedule:\n  options:\n    <<: *o\n    eps: 1e-3\n"
+    assert load_run(run_file(text)).schedule.options == {"eps": 1e-3}
+
+
+# -- values
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("stratgy: ddp", "stratgy: unknown key. Did you mean 'strategy'?"),
+        ("dp_replicate: 2", "dp_replicate: unknown key. Did you mean 'dp_replicate_size'?"),
+        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: groups, lr, name, "),
+        ("optimizer: {wieght_decay: 1}", "optimizer.wieght_decay: unknown key. Did you mean 'weight_decay'?"),
+        ("schedule: {warmup: 1}", "schedule.warmup: unknown key. Did you mean 'warmup_steps'?"),
+        ("eval: {evry: 1}", "eval.evry: unknown key. Did you mean 'every'?"),
+        ("sample: {promt: x}", "sample.promt: unknown key. Did you mean 'prompt'?"),
+        ("data: {corpsu: x}", "data.corpsu: unknown key. Did you mean 'corpus'?"),
+    ],
+)
+def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line, run_file):
+    text = refusal(run_file(more))
+    assert f"\n  {line}" in text
+    assert "Allowed: " in text
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("objective: gpro", "objective: there is no objective 'gpro'. Did you mean 'grpo'?"),
+        ("objective: {label_smoothing: 0.1}", "objective: {'label_smoothing': 0.1} is no objective. Give a name ("),
+        ("objective: {name: cross_entropy, z_los: 1}", "objective: objective 'cross_entropy' is not valid:"),
+        ("objective: os.system", "objective: 'os.system' is no"),
+        ("steps: 0", "steps: Input should be greater than or equal to 1 (got 0)"),
+        ("steps: ten", "steps: Input should be a valid integer (got 'ten')"),
+        ("batch_size: 2.5", "batch_size: Input should be a valid integer (got 2.5)"),
+        ("tp_size: 0", "tp_size: Input should be greater than or equal to 1 (got 0)"),
+        ("nproc: 0", "nproc: Input should be greater than or equal to 1 (got 0); or Input should be 'auto' (got 0)"),
+        ("strategy: 3", "strategy: Input should be a valid string (got 3)"),
+        ("strategy_config: [1]", "strategy_config: Input should be a valid dictionary (got [1])"),
+        ("wrapper_config: {pipeline: 3}", "wrapper_config.pipeline: Input should be a valid dictionary (got 3)"),
+        ("data: 3", "data: Input should be a valid dictionary"),
+        ("data: {corpus: [a.txt, 5]}", "data.corpus.1: Input should be a valid string (got 5)"),
+        ("data: {corpus: ' '}", "data.corpus: names no files"),
+        ("seed: -1", "seed: Input should be greater than or equal to 0 (got -1)"),
+        ("seed: 9223372036854775808", "seed: Input should be less than 9223372036854775808"),
+        ("optimizer: {lr: 0}", "optimizer.lr: Input should be greater than 0 (got 0)"),
+        ("optimizer: {lr: .inf}", "optimizer.lr: Input should be a finite number (got inf)"),
+        ("optimizer: {lr: .nan}", "optimizer.lr: Input should be "),
+        ("optimizer: {weight_decay: -1}", "optimizer.weight_decay: Input should be greater than or equal to 0"),
+        ("timeout_s: .inf", "timeout_s: Input should be a finite number (got inf)"),
+        ("max_grad_norm: 0", "max_grad_norm: Input should be greater than 0 (got 0)"),
+        ("grad_norm_type: .nan", "grad_norm_type: Input should be greater than 0 (got nan)"),
+        ("eval: {every: 0}", "eval.every: Input should be greater than or equal to 1 (got 0)"),
+        ("sample: {temperature: -1}", "sample.temperature: Input should be greater than or equal to 0 (got -1)"),
+        ("timeout_s: 1.0e15", "timeout_s: Input should be less than or equal to 31536000"),
+        ("nproc: 1000000", "nproc: Input should be less than or equal to 4096"),
+        ("steps: 9223372036854775808", "steps: Input should be less than 2147483648"),
+        ("data: {vocab_size: 2147483648}", "data.vocab_size: Input should be less than or equal to 1000000"),
+        ('output_dir: "a\\0b"', "output_dir: is no path"),
+        ("output_dir: ''", "output_dir: is no path"),
+        (f"resume: {'a' * 300}", "resume: is too long for a path"),
+        ("data: {cache_dir: ~nobody_here/x}", "data.cache_dir: names the home directory of a user who is unknown here"),
+        ("schedule: {warmup_steps: 11}", "as a whole: schedule.warmup_steps=11 is more than steps=10"),
+        ("epochs: 2", "as a whole: give either steps or epochs"),
+        ("epochs: 0", "epochs: Input should be greater than 0 (got 0)"),
+        ("schedule: {warmup_steps: 2, warmup_ratio: 0.1}", "schedule: warmup_steps=2 and warmup_ratio=0.1 say"),
+        ("schedule: {warmup_ratio: 2}", "schedule.warmup_ratio: Input should be less than or equal to 1 (got 2)"),
+        ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
+        (
+            "eval: {every: 2, early_stopping: {set: wiki}}",
+            "as a whole: eval.early_stopping.set='wiki' is no set of this run. Known: held_out",
+        ),
+        ("eval: {every: 2, early_stopping: {min_delta: -1}}", "eval.early_stopping.min_delta: Input should be greater"),
+        (
+            "checkpoint: {keep_best: {set: wiki}}\ndata: {eval_sets: {news: {files: a.txt}}}",
+            "as a whole: checkpoint.keep_best.set='wiki' is no set of this run. Known: held_out, news",
+        ),
+        ("checkpoint: {keep_best: {n: 0}}", "checkpoint.keep_best.n: Input should be greater than or equal to 1"),
+        ("checkpoint: {every: 0}", "checkpoint.every"),
+        ("checkpoint: {every: 20d}", "checkpoint.every"),
+        ("checkpoint: {every: [20, 30]}", "checkpoint.every"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_key_rule_and_value(more, line, run_file):
+    key = more.split(":")[0]
+    base = "".join(f"{kept}\n" for kept in MINIMAL.splitlines() if not kept.startswith(f"{key}:"))
+    assert f"\n  {line}" in refusal(run_file(more, base=base))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("{}", "model: give either model_type"),
+        ("{hidden_size: 3}", "or path, a local model directory"),
+        ("{model_type: llama, path: x}", "model: give either model_type"),
+        ("{path: 5}", "model: path must be a string, not 5"),
+        ("{path: null}", "model: path must be a string, not None"),
+        ("{model_type: [llama]}", "model: model_type must be a string, not ['llama']"),
+        ("{model_type: llama, dtype: [x]}", "model: dtype must be a string, not ['x']"),
+        ("llama", "model: Input should be a valid dictionary (got 'llama')"),
+    ],
+)
+def test_a_model_needs_exactly_one_source(model, text, run_file):
+    assert text in refusal(run_file(base=f"model: {model}\nsteps: 1\nbatch_size: 1\n"))
+
+
+def test_every_missing_key_is_told_at_once(run_file):
+    text = refusal(run_file("strategy: ddp", base=""))
+    for key in ("model", "batch_size"):
+        assert f"\n  {key}: required, but not given." in text
+
+
+def test_every_bad_value_is_told_at_once(run_file):
+    text = refusal(run_file("tp_size: 0\ncp_size: 0\nstratgy: x\n"))
+    assert text.count("\n") == 3
+
+
+def test_a_run_is_frozen(run_file):
+    config = load_run(run_file())
+    with pytest.raises(ValueError):
+        config.steps = 3
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "grad_norm_type: .inf",
+        "optimizer: {lr: 1e-5, options: {betas: [0.9, 0.95]}}",
+        "max_grad_norm: null",
+        *(f"output_dir: '{text}'" for text in ("1e5", "yes", "010", "1:30", "0o17", "2024-01-01", "null", "~", "ü 😀")),
+    ],
+)
+def test_the_run_written_beside_its_results_reads_back_as_the_same_run(more, run_file, tmp_path):
+    config = load_run(run_file(more))
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(as_yaml(as_plain(config)), encoding="utf-8")
+    assert load_run(copy) == config
+    assert yaml.safe_load(copy.read_text()) == as_plain(config)
+
+
+def test_the_largest_value_norm_is_read_as_inf(run_file):
+    assert math.isinf(load_run(run_file("grad_norm_type: .inf")).grad_norm_type)
+
+
+# -- ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "claims", "accelerators", "expected"),
+    [
+        ({}, {"dp_shard"}, 0, 4),
+        ({}, {"dp_shard"}, 8, 8),
+        ({}, {"dp_replicate"}, 2, 2),
+        ({}, set(), 8, 1),
+        ({"tp_size": 3}, {"dp_shard", "tp"}, 8, 6),
+        ({"tp_size": 16}, {"dp_shard", "tp"}, 8, 16),
+        ({"dp_size": 2}, {"dp_shard"}, 8, 2),
+        ({"dp_size": 2, "pp_size": 2}, {"dp_shard"}, 0, 4),
+        ({"pp_size": 2}, {"pp"}, 8, 2),
+        ({"nproc": 3, "dp_size": 2}, {"dp_shard"}, 8, 3),
+    ],
+)
+def test_ranks_of_a_node_follow_from_sizes_and_devices(sizes, claims, accelerators, expected):
+    config = RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **sizes)
+    assert config.processes(frozenset(claims), accelerators) == expected
+
+
+# -- schema
+
+
+def valid(run: Any, schema: dict[str, Any] | None = None) -> bool:
+    return jsonschema.Draft202012Validator(schema or run_schema()).is_valid(run)
+
+
+def run_with(**changes: Any) -> dict[str, Any]:
+    return {**yaml.safe_load(MINIMAL), **changes}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_schema_accepts_the_examples(path):
+    schema = run_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    # Editors read 3e-4 as a number too.
+    run = parse_yaml(path.read_text())
+    jsonschema.validate(run, schema, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accepted"),
+    [
+        ({}, True),
+        ({"strategy": "ddp", "strategy_config": {"bucket_cap_mb": 5}}, True),
+        ({"strategy": "ddp", "strategy_config": {"defer_fsdp_grad_sync": True}}, False),
+        ({"strategy": "ddp", "strategy_config": {"bucket_cap_mb": "five"}}, False),
+        ({"strategy": "fsdp2", "strategy_config": {"defer_fsdp_grad_sync": True}}, True),
+        ({"strategy": "fsdp", "strategy_config": {"bucket_cap_mb": 5}}, False),
+        ({"objective": "grpo"}, True),
+        ({"objective": "gpro"}, False),
+        ({"objective": "mine.objective"}, True),
+        ({"objective": {"name": "cross_entropy", "label_smoothing": 0.1}}, True),
+        ({"objective": {"name": "cross_entropy", "label_smoothing": 2}}, False),
+        ({"objective": {"name": "cross_entropy", "clip_low": 0.1}}, False),
+        ({"objective": {"name": "mine.Objective", "clip_low": 0.1}}, True),
+        ({"objective": {"label_smoothing": 0.1}}, False),
+        # fsdp2 is the default
+        ({"strategy_config": {"bucket_cap_mb": 5}}, False),
+        ({"strategy_config": {"reduce_dtype": "float64"}}, True),
+        ({"strategy": "single", "strategy_config": {"x": 1}}, False),
+        ({"stratgy": "ddp"}, False),
+        ({"optimizer": {"learning_rate": 1}}, False),
+        ({"tp_size": 0}, False),
+        ({"tp_size": None}, True),
+    ],
+)
+def test_the_schema_knows_the_keys_and_the_options_of_each_strategy(changes, accepted):
+    assert valid(run_with(**changes)) is accepted
+
+
+class Inner(BaseModel, extra="forbid"):
+    one: int = 1
+
+
+class OneConfig(BaseModel, extra="forbid"):
+    inner: Inner = Inner()
+
+
+def two_configs() -> tuple[type[BaseModel], type[BaseModel]]:
+    """Another pair of classes with the names of the two above."""
+
+    class Inner(BaseModel, extra="forbid"):
+        two: int = 1
+
+    class OneConfig(BaseModel, extra="forbid"):
+        inner: Inner = Field(default_factory=Inner)
+
+    return Inner, OneConfig
+
+
+class Opaque(BaseModel, arbitrary_types_allowed=True):
+    stream: Registry | None = None
+
+
+def registry_of(**configs: Any) -> Registry:
+    class Plugin:
+        @hookimpl
+        def register_strategies(self) -> list[StrategySpec]:
+            return [
+                StrategySpec(name, "S.", frozenset({"pp"}), config, print, wraps=name == "wrapping")  # type: ignore[arg-type]
+                for name, config in configs.items()
+            ]
+
+    registry = Registry([])
+    registry.register(Plugin(), name="test")
+    assert registry.failures == []
+    return registry
+
+
+def test_classes_of_one_name_in_two_strategies_are_kept_apart_in_the_schema():
+    schema = run_schema(registry_of(first=OneConfig, second=two_configs()[1]))
+    for strategy, key, accepted in (
+        ("first", "one", True),
+        ("first", "two", False),
+        ("second", "two", True),
+        ("second", "one", False),
+    ):
+        assert valid(run_with(strategy=strategy, strategy_config={"inner": {key: 1}}), schema) is accepted
+
+
+def test_the_schema_knows_the_options_of_wrapping_strategies():
+    schema = run_schema(registry_of(wrapping=OneConfig))
+    assert valid(run_with(wrapper_config={"wrapping": {"inner": {"one": 2}}}), schema)
+    assert not valid(run_with(wrapper_config={"wrapping": {"innner": {}}}), schema)
+
+
+def test_a_config_that_json_cannot_describe_leaves_the_rest_of_the_schema_whole():
+    schema = run_schema(registry_of(opaque=Opaque, first=OneConfig))
+    assert valid(run_with(strategy="opaque", strategy_config={"anything": 1}), schema)
+    assert not valid(run_with(strategy="first", strategy_config={"anything": 1}), schema)

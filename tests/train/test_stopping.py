@@ -1,0 +1,497 @@
+"""A run that a signal asks to stop saves, leaves with the code that was asked for, and goes on as if it had not.
+
+Which signals do so in a run, and how much time they leave it, is told by `OnSignalConfig`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kill_sweep import Run, end_session, fingerprint, finish, make_run, members
+from support.commands import LAUNCHER_VARIABLES, write_run
+from support.runs import Place, output_of_rank
+
+from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
+from meshwright.checkpoint.manifest import step_directory, steps_in
+from meshwright.data.encoding.worker import Worker
+from meshwright.launch.stopping import SAME_S
+from meshwright.strategy.contract import StepResult, StrategyManager
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
+from meshwright.testing import Case, pool
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright.train.checkpoint_section import CheckpointConfig
+from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.schedules import build_scheduler
+
+STEPS = 60
+LAYOUT: dict[str, Any] = {
+    "strategy": "fsdp2",
+    "nproc": 2,
+    "steps": STEPS,
+    "schedule": {"name": "cosine", "warmup_steps": 4},
+    "checkpoint": {"every": 11, "keep_last": 2, "on_signal": {"exit_code": 75}},
+    "eval": {"every": 25, "sequences": 4},
+}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PROMPT_S = 60.0
+
+
+def _stop(run: Run, after: int, number: int, victim: str, *, launcher: Sequence[str] = ()) -> tuple[int, str]:
+    """Train until so many steps are done, and send a signal; the exit code, and what was said."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "-m", "meshwright", "train", str(run.file)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        deadline_s = time.monotonic() + PROMPT_S * 2
+        while run.steps_done() < after:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+        if victim == "all":
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid if victim == "parent" else _rank_1(process.pid), number)
+        said, _ = process.communicate(timeout=PROMPT_S)
+        return process.returncode, said
+    finally:
+        end_session(process)
+
+
+def _rank_1(launcher: int) -> int:
+    """Its process, of those that torchrun has started, each in a session of its own."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with suppress(OSError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == launcher and b"\0RANK=1\0" in b"\0" + (path / "environ").read_bytes():
+                    return int(path.name)
+    raise AssertionError(f"{launcher} has no rank 1")
+
+
+def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    whole, run = (make_run(tmp_path, name, LAYOUT) for name in ("whole", "stopped"))
+    finish("train", str(whole.file))
+    # Whoever gets the signal, all ranks save the same step: between checkpoints, and in the middle of an epoch.
+    for after, number, victim, launcher, expected in (
+        (5, signal.SIGTERM, "parent", (), 75),
+        (15, signal.SIGUSR1, "parent", (), 75),
+        (20, signal.SIGTERM, "all", (), 75),
+        (26, signal.SIGINT, "all", (), 75),
+        (32, signal.SIGTERM, "parent", TORCHRUN, 1),
+        (40, signal.SIGUSR1, "one rank", TORCHRUN, 1),
+    ):
+        code, said = _stop(run, after, number, victim, launcher=launcher)
+        assert code == expected, said
+        done = run.steps_done()
+        assert after <= done < STEPS
+        name = signal.Signals(number).name
+        assert f"stopped by {name} after step {done} of {STEPS}, saved; the same command goes on" in said
+        assert run.newest().name == f"step-{done:08d}", said
+        assert "Traceback" not in said.replace(_agents_traceback(said), "")
+    finish("train", str(run.file))
+    assert run.numbers() == whole.numbers()
+    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
+    saving = {"every": 5000, "on_signal": {"signals": ["SIGINT"]}}
+    run = make_run(tmp_path, "hanging", {**LAYOUT, "steps": 5000, "checkpoint": saving})
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [sys.executable, "-m", "meshwright", "train", str(run.file)]
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + PROMPT_S * 2
+        while run.steps_done() < 3:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        servers = [pid for pid in members(process) if _parent_of(pid) == process.pid]
+        ranks = [pid for pid in members(process) if _parent_of(pid) in servers]
+        assert len(ranks) == 2
+        # One rank hangs, so that the other waits for it.
+        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(SAME_S + 1)
+        assert process.poll() is None, log.read_text()
+        assert "SIGINT: this run stops after its step" in log.read_text()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(PROMPT_S / 2) == 130
+        while left := members(process):
+            # The fork server sees that its parent is gone.
+            assert not left.keys() & set(ranks)
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.1)
+    finally:
+        end_session(process)
+
+
+def _agents_traceback(said: str) -> str:
+    """What torchrun itself has to say of a signal, or of ranks that left with another code than 0."""
+    start = said.find("Traceback")
+    return said[start:] if start >= 0 and "torch/distributed/run.py" in said else ""
+
+
+# -- the loop
+
+
+class _SignalAt:
+    """Sends a signal to its own process after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if result.step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _built(seed: int) -> tuple[StrategyManager, Any]:
+    from meshwright import OptimizerConfig, optimizer_factory
+
+    manager = build_manager("fsdp2", {}, {}, Case())
+    optimizer = manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
+    return manager, build_scheduler(ScheduleConfig(name="linear", warmup_steps=2), optimizer, 9)
+
+
+def _in_passes(kind: str, directory: str) -> dict[str, Any]:
+    """A run over passes of four steps, and another that a signal to rank 1 stops in the middle of the second."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    (whole, rates), (first, early), (second, late) = (_built(seed) for seed in range(3))
+    mesh = whole.mesh
+    rows = [batch for step in range(8) for batch in share(Case(), step, mesh.data_rank, mesh.data_size)]
+    rows = rows[: len(rows) // 8 * 8]
+
+    def batches() -> Any:
+        return StatefulDataLoader(rows, batch_size=None, shuffle=False) if kind == "stateful" else rows
+
+    options = {"steps": 9, "accumulate": len(rows) // 4, "seed": 3, "max_grad_norm": 1.0}
+    expected = fit(whole, Loop(batches=batches(), scheduler=rates, **options))
+    stopped: Stopped | None = None
+    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"], exit_code=7) as signals:
+        with get_registry().observing(_SignalAt(5 if mesh.rank == 1 else None)):
+            try:
+                fit(first, Loop(batches(), scheduler=early, checkpointer=checkpointer, signals=signals, **options))
+            except Stopped as caught:
+                stopped = caught
+    assert stopped is not None
+    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step), scheduler=late)
+    rest = fit(second, Loop(batches(), scheduler=late, **options).going_on(manifest))
+    weights, others = full_weights(whole), full_weights(second)
+    return {
+        "stopped": (stopped.signal, stopped.step, stopped.saved, stopped.code),
+        "steps": [each.step for each in rest],
+        "equal": [(each.loss, each.learning_rate) for each in rest]
+        == [(each.loss, each.learning_rate) for each in expected[stopped.step :]],
+        "weights": all(torch.equal(weights[name], others[name]) for name in weights),
+    }
+
+
+@pytest.mark.parametrize("kind", ["stateful", "counted"])
+def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(kind: str, tmp_path: Path) -> None:
+    # Step 6 had begun when the signal came.
+    expected = {"stopped": ("SIGUSR1", 6, True, 7), "steps": [7, 8, 9], "equal": True, "weights": True}
+    assert pool(2).run(_in_passes, kind, str(tmp_path / "checkpoints")) == [expected] * 2
+
+
+def _signalled_as_it_leaves() -> int:
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    with StopSignals(["SIGUSR1"]) as signals, get_registry().observing(_SignalAt(1)):
+        try:
+            fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), 5, signals=signals))
+        except Stopped as stopped:
+            time.sleep(SAME_S + 0.1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.5)
+            return stopped.step
+    return 0
+
+
+def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left() -> None:
+    assert pool(2).run(_signalled_as_it_leaves) == [2, 2]
+
+
+def _messages(case: Case, signals: StopSignals | None) -> tuple[int, list[int]]:
+    """How many messages of all ranks a loop sends, and how many numbers each has."""
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    sent: list[int] = []
+    exchanged = mesh.world._exchanged
+
+    def noted(*numbers: Any) -> Any:
+        sent.append(sum(map(len, numbers)))
+        return exchanged(*numbers)
+
+    mesh.world._exchanged = noted  # type: ignore[method-assign]
+    loop = Loop(batches=lambda step: share(case, step, mesh.data_rank, mesh.data_size), steps=5, signals=signals)
+    fit(manager, loop)
+    mesh.world._exchanged = exchanged  # type: ignore[method-assign]
+    return len(sent), sent
+
+
+def _with_and_without() -> list[Any]:
+    with StopSignals(["SIGUSR1"]) as signals:
+        return [_messages(Case(), None), _messages(Case(), signals)]
+
+
+def test_signals_that_may_come_cost_a_step_no_message_and_no_byte() -> None:
+    for without, with_signals in pool(2).run(_with_and_without):
+        assert with_signals == without
+        assert without[0] >= 5
+
+
+def _apart() -> str:
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    names = ["SIGUSR1"] if mesh.rank else ["SIGTERM"]
+    batches = share(Case(), 0, mesh.data_rank, mesh.data_size)
+    try:
+        fit(manager, Loop(batches=lambda step: batches, steps=1, signals=StopSignals(names)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_stop_on_different_signals_are_refused() -> None:
+    for told in pool(2).run(_apart):
+        assert "ranks disagree on signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1" in told
+
+
+STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "ddp bucketed": ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+    "fsdp2 tp2": ("fsdp2", {}, {"tp_size": 2}),
+    "fsdp2 cp2": ("fsdp2", {}, {"cp_size": 2}),
+    "pp2 fsdp2": ("fsdp2", {}, {"pp_size": 2}),
+    "megatron_fsdp": ("megatron_fsdp", {}, {}),
+}
+
+
+def _stopped_and_on(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str
+) -> tuple[tuple[Any, ...], list[float], list[float]]:
+    case = Case(microbatches=2, sequences=16)
+    (whole, _), (first, _), (second, _) = (build_with_optimizer(strategy, config, sizes, case) for _ in range(3))
+    mesh = whole.mesh
+
+    def batches(step: int) -> Any:
+        return share(case, step, mesh.data_rank, mesh.data_size)
+
+    expected = fit(whole, Loop(batches, steps=6, seed=1))
+    stopped: Stopped | None = None
+    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"]) as signals:
+        with get_registry().observing(_SignalAt(2 if mesh.rank == 3 else None)):
+            try:
+                fit(first, Loop(batches, steps=6, seed=1, checkpointer=checkpointer, signals=signals))
+            except Stopped as caught:
+                stopped = caught
+    assert stopped is not None
+    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step))
+    rest = fit(second, Loop(batches, steps=6, seed=1).going_on(manifest))
+    weights, others = full_weights(whole), full_weights(second)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    told = (stopped.signal, stopped.step, stopped.saved)
+    return told, [each.loss for each in rest], [each.loss for each in expected[stopped.step :]]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) -> None:
+    for told, rest, expected in pool(4).run(_stopped_and_on, *STACKS[stack], str(tmp_path / "checkpoints")):
+        assert told == ("SIGUSR1", 3, True)
+        assert len(rest) == 3
+        assert rest == expected
+
+
+def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float, list[int]]:
+    """Rank 3 alone hears a signal after the third step, when one checkpoint has been written."""
+    case = Case(microbatches=2, sequences=16)
+    manager, _ = build_with_optimizer("fsdp2", {}, {}, case)
+    mesh, root = manager.mesh, Path(directory)
+    mine = grace_s if mesh.rank == 3 else None
+
+    def batches(step: int) -> Any:
+        return share(case, step, mesh.data_rank, mesh.data_size)
+
+    with Checkpointer(manager, root) as checkpointer, StopSignals(["SIGUSR1"], grace_s=mine) as signals:
+        loop = Loop(batches, steps=6, seed=1, checkpointer=checkpointer, save_every=2, signals=signals)
+        with get_registry().observing(_SignalAt(2 if mesh.rank == 3 else None)):
+            try:
+                fit(manager, loop)
+            except Stopped as stopped:
+                told = stopped.saved, stopped.too_late
+        return *told, checkpointer.seconds, [step for step, _ in steps_in(root)]
+
+
+def test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank(tmp_path: Path) -> None:
+    for saved, too_late, seconds, steps in pool(4).run(_stopped_in_time, str(tmp_path / "short"), 1e-3):
+        assert (saved, too_late, steps) == (False, True, [2])
+        assert seconds > 1e-3
+    for saved, too_late, _, steps in pool(4).run(_stopped_in_time, str(tmp_path / "long"), 1e3):
+        assert (saved, too_late, steps) == (True, False, [3, 2])
+
+
+# -- signals
+
+
+WAITS = """
+import os, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from meshwright.launch.stopping import StopSignals
+
+store = TCPStore("127.0.0.1", 0, is_master=True)
+with StopSignals(["SIGTERM"], tell=lambda text: print(text, flush=True)):
+    print("ready", flush=True)
+    store.wait(["never"], timedelta(seconds=100))
+"""
+
+
+def test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_twice_does_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert "a second signal ends it at once" in process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            time.sleep(SAME_S + 0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 143
+        finally:
+            process.kill()
+
+
+FORKS = """
+import multiprocessing, os, signal, time
+from meshwright.launch.stopping import StopSignals
+
+def work(ready):
+    ready.set()
+    time.sleep(100)
+
+fork = multiprocessing.get_context("fork")
+ready = [fork.Event() for _ in range(2)]
+def silent(text):
+    raise BrokenPipeError(text)
+
+with StopSignals(["SIGTERM", "SIGUSR1"], tell=silent) as signals:
+    ended, kept = (fork.Process(target=work, args=(each,)) for each in ready)
+    for process, each in zip((ended, kept), ready):
+        process.start()
+        each.wait()
+    ended.terminate()
+    os.kill(kept.pid, signal.SIGUSR1)
+    ended.join(10)
+    time.sleep(0.5)
+    print(ended.exitcode, kept.exitcode, signals.noted)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not signals.noted:
+        time.sleep(0.01)
+    listens = signals._thread.is_alive()
+print(listens, kept.exitcode)
+kept.kill()
+"""
+
+
+def test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split("\n")[:2] == ["-15 None 0", "True None"], done.stderr
+
+
+def _tokens(text: str) -> int:
+    return len(text)
+
+
+def test_what_tokenizes_outlives_a_signal_to_all_processes() -> None:
+    worker = Worker(partial, _tokens)
+    try:
+        assert worker.call("abc") == 3
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker._process.pid, number)
+        assert worker.call("abcd") == 4
+    finally:
+        worker.close()
+    assert worker._process.returncode == 0
+
+
+@pytest.mark.parametrize("names", ["SIGTERM", ["SIGTERM", "SIGKILL"], ["TERM"]])
+def test_signals_that_cannot_be_noted_are_refused(names: Any) -> None:
+    with pytest.raises(ConfigError, match="none of the signals that can be noted"):
+        StopSignals(names)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
+    with StopSignals(["SIGTERM", "SIGUSR2"]) as signals:
+        assert signals.noted == 0
+        assert signal.getsignal(signal.SIGTERM) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# -- the run file
+
+
+def test_signals_save_where_checkpoints_are_saved_or_where_they_are_asked_for() -> None:
+    assert not CheckpointConfig().saves
+    assert CheckpointConfig().stops_on.signals == []
+    assert CheckpointConfig(every=5).stops_on.signals == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    asked = CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGUSR2"], "exit_code": 3, "grace_s": 60}})
+    assert asked.saves
+    assert (asked.stops_on.signals, asked.stops_on.exit_code, asked.stops_on.grace_s) == (["SIGUSR2"], 3, 60)
+    off = CheckpointConfig.model_validate({"every": 5, "on_signal": {"signals": []}})
+    assert off.stops_on.signals == []
+    with pytest.raises(ValueError, match="SIGKILL"):
+        CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGKILL"]}})
+
+
+def _signalled(path: str) -> tuple[Any, int, bool, bool]:
+    """How a run ends that a signal reaches after its fourth step."""
+    with get_registry().observing(_SignalAt(4)):
+        try:
+            output_of_rank(path, None)
+        except Stopped as stopped:
+            return stopped.code, stopped.step, stopped.saved, stopped.too_late
+    return None, -1, False, False
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "is_saved"), [(1e-3, False), (1e3, True), (None, True)], ids=["grace_s=1ms", "grace_s=1000", "no end"]
+)
+def test_grace_s_of_a_run_file_says_whether_there_is_time_to_save(
+    grace_s: float | None, is_saved: bool, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    place = Place(tmp_path, tmp_path)
+    on_signal = {"signals": ["SIGUSR1"], "exit_code": 9, "grace_s": grace_s}
+    # How long a save takes is known from that of step 4.
+    file = place.file(checkpoint={"every": 4, "keep_last": None, "asynchronous": False, "on_signal": on_signal})
+    assert pool(1).run(_signalled, str(file)) == [(9, 5, is_saved, not is_saved)]
+    assert place.steps() == ([5, 4] if is_saved else [4])
