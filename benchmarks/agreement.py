@@ -33,9 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshwright.checkpoint.agreement import Held, held_by, shares_of
-from meshwright.checkpoint.optimizer import settings_of
 from meshwright.checkpoint.saving import cut
-from meshwright.checkpoint.values import flat
+from meshwright.checkpoint.values import flat, settings_of
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import DTENSORS, ShardedState, sharded_model, sharded_optimizer
 

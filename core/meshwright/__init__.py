@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .events.run import RunInfo as RunInfo
     from .events.run import RunSummary as RunSummary
     from .events.run import SavedCheckpoint as SavedCheckpoint
+    from .events.run import TrackerSpec as TrackerSpec
     from .events.step import StepResult as StepResult
-    from .events.tracker import TrackerSpec as TrackerSpec
     from .files.class_paths import allow_imports as allow_imports
     from .launch.stopping import Stopped as Stopped
     from .launch.stopping import StopSignals as StopSignals
@@ -140,7 +140,7 @@ _MODULE_OF = {
     "RunInfo": "events.run",
     "RunSummary": "events.run",
     "SavedCheckpoint": "events.run",
-    "TrackerSpec": "events.tracker",
+    "TrackerSpec": "events.run",
     "fit": "train.loop",
     "optimizer_factory": "train.optim",
     "EMAConfig": "train.optimizer_config",
@@ -155,7 +155,7 @@ _MODULE_OF = {
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .files.requirements import check_torch
+    from .files.versions import check_torch
 
     check_torch()
     return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)

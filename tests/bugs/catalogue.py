@@ -1122,7 +1122,7 @@ _bug(
 )
 _bug(
     "step_counters_lost",
-    "meshwright.checkpoint.optimizer",
+    "meshwright.checkpoint.values",
     '            found.values.update(decoded(content["values"]))\n',
     "",
     f"{_LAYOUTS}[single-ddp]",
@@ -1162,7 +1162,7 @@ _bug(
 )
 _bug(
     "saved_while_it_trains",
-    "meshwright.checkpoint.content",
+    "meshwright.checkpoint.saving",
     'each.to("cpu", copy=True, memory_format=torch.contiguous_format)',
     'each.to("cpu", copy=False)',
     f"{_FAULTS}::test_an_asynchronous_checkpoint_is_of_the_step_it_was_asked_for",
@@ -4398,7 +4398,7 @@ _bug(
 
 _bug(
     "warns_at_a_line_of_ours",
-    "meshwright.files.deprecation",
+    "meshwright.files.versions",
     'return package.partition("_")[0] in _OURS',
     "return package in _OURS",
     "tests/contract/test_deprecation.py::test_the_warning_names_the_users_line_through_our_modules_and_pydantic",

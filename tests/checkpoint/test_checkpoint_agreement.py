@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright import Checkpointer, load_checkpoint, save_checkpoint
+from meshwright import Checkpointer, load_checkpoint
 from meshwright.checkpoint.agreement import Agreement, held_by, shares_of
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import step_directory
-from meshwright.checkpoint.optimizer import settings_of
 from meshwright.checkpoint.places import LocalFolder
-from meshwright.checkpoint.saving import Saving
+from meshwright.checkpoint.saving import Saving, content_of
+from meshwright.checkpoint.values import settings_of
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Piece, Sharded
 from meshwright.tensors.state import OptimizerState
@@ -25,16 +25,15 @@ from meshwright.testing import Case, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 
-CASE = Case(steps=3)
-LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "fsdp2": ("fsdp2", {}, 2),
-    "ddp": ("ddp", {}, 2),
-    "pipeline": ("fsdp2", {"pp_size": 2}, 2),
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("fsdp2", {}),
+    "ddp": ("ddp", {}),
+    "pipeline": ("fsdp2", {"pp_size": 2}),
 }
 
 
 def _traffic(root: str, strategy: str, sizes: dict[str, int], layers: int) -> tuple[list[Traffic], list[bool]]:
-    """What is communicated by the blocking part of three saves, and by the writing of the last."""
+    """Measure the blocking part of three saves, and the writing of the last."""
     case = Case(steps=3, layers=layers)
     manager = build_manager(strategy, {}, sizes, case)
     group, agreement = dist.new_group(backend="gloo"), Agreement()
@@ -47,15 +46,14 @@ def _traffic(root: str, strategy: str, sizes: dict[str, int], layers: int) -> tu
         directory = step_directory(Path(root), step)
 
         def begin(made: list[Saving] = made, directory: Path = directory, step: int = step) -> None:
-            options = {"step": step, "scheduler": None, "tokenizer": None, "extra": None, "agreement": agreement}
-            made.append(Saving(manager, LocalFolder(directory), group, **options))  # type: ignore[arg-type]
+            content = content_of(manager, group, step=step, scheduler=None, extra=None, agreement=agreement)
+            made.append(Saving(manager, LocalFolder(directory), group, content, None))
 
         found.append(measure_collectives(begin))
         written = measure_collectives(made[0].write)
         right.append(_holds(manager, directory, expected))
-    found.append(written)
     dist.destroy_process_group(group)
-    return found, right
+    return [*found, written], right
 
 
 def _holds(manager: StrategyManager, directory: Path, expected: dict[str, torch.Tensor]) -> bool:
@@ -64,9 +62,11 @@ def _holds(manager: StrategyManager, directory: Path, expected: dict[str, torch.
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_index_is_gathered_once_and_not_again(layout: str, tmp_path: Path) -> None:
-    strategy, sizes, ranks = LAYOUTS[layout]
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "pipeline"))]
+)
+def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(layout: str, tmp_path: Path) -> None:
+    (strategy, sizes), ranks = LAYOUTS[layout], 2
     sent = {}
     for layers in (2, 4):
         root = str(tmp_path / f"{layers}")
@@ -79,57 +79,43 @@ def test_the_index_is_gathered_once_and_not_again(layout: str, tmp_path: Path) -
                 told = [("send", 8), ("recv", 8)] * (ranks - 1).bit_length()
                 assert [(each.kind, each.bytes) for each in later] == [("all_reduce", 8), *told]
             sent[layers] = written.bytes
-    # Nor does what is told when all is written grow with the state: names and checksums of files.
+    # The end of a save does not grow with the state: names and checksums of files.
     assert sent[2] == pytest.approx(sent[4], abs=64)
-    texts = {(step_directory(tmp_path / "4", step) / INDEX).read_bytes() for step in (1, 2, 3)}
-    assert len(texts) == 1
+    assert len({(step_directory(tmp_path / "4", step) / INDEX).read_bytes() for step in (1, 2, 3)}) == 1
+    paths = sorted(step_directory(tmp_path / "4", 3).glob("optimizer-*.json"))
+    contents = [json.loads(path.read_text()) for path in paths]
+    # The first rank of each stage.
+    assert len(contents) == sizes.get("pp_size", 1)
+    values = [name for content in contents for name in content["values"]]
+    params = [name for content in contents for group in content["groups"] for name in group["params"]]
+    for names in (values, params):
+        assert len(names) == len(set(names)) > 10
 
 
 def _with_changes(root: str) -> list[list[bool]]:
-    """Saves between which one rank's state is another, as when an optimizer gets its state; and what they hold."""
-    manager = build_manager("fsdp2", {}, {}, CASE)
+    """Save before and after the optimizer gets its state; return what the checkpoints hold."""
+    case = Case(steps=3)
+    manager = build_manager("fsdp2", {}, {}, case)
     found = []
     with Checkpointer(manager, root, asynchronous=True) as saver:
         for step in (1, 2, 3):
             expected = full_weights(manager)
             saver.save(step)
             saver.wait()
-            values = {
-                name
-                for path in step_directory(Path(root), step).glob("optimizer-*.json")
-                for name in json.loads(path.read_text())["values"]
-            }
-            found.append([_holds(manager, step_directory(Path(root), step), expected), bool(values)])
-            train_steps(manager, CASE, range(step - 1, step))
+            directory = step_directory(Path(root), step)
+            texts = [json.loads(path.read_text()) for path in directory.glob("optimizer-*.json")]
+            found.append([_holds(manager, directory, expected), any(text["values"] for text in texts)])
+            train_steps(manager, case, range(step - 1, step))
     return found
 
 
 def test_what_changes_between_saves_is_agreed_on_anew(tmp_path: Path) -> None:
     for found in pool(2).run(_with_changes, str(tmp_path)):
-        # Before the first step an optimizer has no values.
         assert found == [[True, False], [True, True], [True, True]]
 
 
-def _told_by(root: str) -> None:
-    manager = build_manager("fsdp2", {}, {"pp_size": 2}, CASE)
-    train_steps(manager, CASE, range(1))
-    save_checkpoint(manager, root, step=1)
-
-
-def test_each_parameter_is_told_of_once(tmp_path: Path) -> None:
-    pool(4).run(_told_by, str(tmp_path / "x"))
-    contents = [json.loads(path.read_text()) for path in sorted((tmp_path / "x").glob("optimizer-*.json"))]
-    # The first rank of each stage.
-    assert len(contents) == 2
-    for names in (
-        [name for content in contents for name in content["values"]],
-        [name for content in contents for group in content["groups"] for name in group["params"]],
-    ):
-        assert len(names) == len(set(names)) > 10
-
-
 def test_no_tensor_is_sent_to_another_rank() -> None:
-    # A step counter may lie on an accelerator, which the rank that would unpickle it has not.
+    # A step counter may be on an accelerator that the other rank does not have.
     state: OptimizerState[Any] = OptimizerState(
         values={"w": {"step": torch.tensor(3.0)}},
         groups=[{"lr": torch.tensor(0.5, dtype=torch.float64), "params": ["w"]}],
@@ -138,9 +124,9 @@ def test_no_tensor_is_sent_to_another_rank() -> None:
     held = held_by({"model.w": Sharded(torch.Size((4, 3)), torch.float32, (piece,))}, state)
     assert b"torch" not in pickle.dumps(held)
     (share, _), _ = shares_of([held, held])
-    told = settings_of(state, share)
-    assert told is not None
-    assert json.loads(told) == {
+    settings = settings_of(state, share)
+    assert settings is not None
+    assert json.loads(settings) == {
         "groups": [{"lr": {"$tensor": 0.5, "dtype": "float64"}, "params": ["w"]}],
         "values": {"w": {"step": {"$tensor": 3.0, "dtype": "float32"}}},
     }

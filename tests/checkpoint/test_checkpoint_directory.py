@@ -1,4 +1,4 @@
-"""The names of checkpoints: whatever happens when, what was whole is there, or is again at the next start. No ranks."""
+"""The names of checkpoints: whatever happens when, what was valid is there, or is again at the next start. No ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import pytest
 
 from meshwright.base.errors import CheckpointError, TornCheckpointError
 from meshwright.checkpoint import places
-from meshwright.checkpoint.directory import begin, commit, remove_leftovers, retain, set_aside
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_directory, steps_in, stored_in
+from meshwright.checkpoint.directory import move_aside, retain, tidy
+from meshwright.checkpoint.drafts import LocalDraft
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_directory, steps_in
 from meshwright.checkpoint.places import STEP, Access, LocalFolder
 
 
-def _write(final: Path, content: str, commit: Callable[[Path, Path, Manifest], None] = commit) -> None:
-    writing = begin(final)
-    (writing / "data").write_text(content)
-    files = {"data": stored_in(LocalFolder(writing), "data")}
+def _write(final: Path, content: str) -> None:
+    draft = LocalDraft(LocalFolder(final))
+    draft.begin()
+    files = {"data": draft.write("data", lambda: [content.encode()])}
     named = STEP.fullmatch(final.name)
     step = int(named[1]) if named else 1
-    commit(writing, final, Manifest(step, "single", {}, 1, {}, extra={"content": content}, files=files))
+    draft.commit(Manifest(step, "single", {}, 1, {}, extra={"content": content}, files=files))
 
 
 def _content(final: Path) -> str:
@@ -35,38 +36,30 @@ class _PowerCut(BaseException):
     """No handler of the code under test catches it."""
 
 
-CHANGES = ("rename", "rmdir", "unlink", "mkdir", "fsync", "replace")
+def _interrupted(work: Callable[[], None], error: BaseException, after: int, *, made: bool) -> bool:
+    """Let so many changes of the file system happen, and raise before or after the next; return whether that was."""
+    left = after
 
-
-class _Failing:
-    """Lets so many changes of the file system happen, and ends the next with an error, before or after it is made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int, *, made: bool) -> None:
-        self.left, self.error, self.made = after, error, made
-        for name in CHANGES:
-            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
-
-    def _failing(self, change: Callable[..., Any]) -> Callable[..., Any]:
+    def failing(change: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            if self.left < 0 and self.made:
+            nonlocal left
+            left -= 1
+            if left < 0 and made:
                 change(*args, **kwargs)
-            if self.left < 0:
-                raise self.error
+            if left < 0:
+                raise error
             return change(*args, **kwargs)
 
         return run
 
-
-def _interrupted(root: Path, work: Callable[[], None], error: BaseException, after: int, *, made: bool) -> bool:
-    """Whether `work` was interrupted, so late."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        failing = _Failing(monkeypatch, error, after, made=made)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "rmdir", "unlink", "mkdir", "fsync", "replace"):
+            patch.setattr(os, name, failing(getattr(os, name)))
         try:
             work()
         except (type(error), CheckpointError):
             return True
-    return failing.left < 0
+    return left < 0
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["before", "after"])
@@ -76,19 +69,19 @@ def test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint(m
         root = tmp_path / str(after)
         final = step_directory(root, 5)
         _write(final, "old")
-        if not _interrupted(root, lambda final=final: _write(final, "new"), _PowerCut(), after, made=made):
+        if not _interrupted(lambda final=final: _write(final, "new"), _PowerCut(), after, made=made):
             break
-        # Under its name, or beside it, until the next start.
+        # Under its name, or next to it until the next start.
         assert final.exists() or (root / f"{final.name}.replaced").is_dir()
         if not final.exists():
             with pytest.raises(CheckpointError, match=r"its former contents are step-00000005\.replaced"):
                 read_manifest(final)
-        remove_leftovers(root)
+        tidy(LocalFolder(root))
         assert [path.name for path in root.iterdir()] == [final.name]
         found.append(_content(final))
         after += 1
     assert _content(final) == "new"
-    # All that came before the manifest was written leaves the old one, all after the swap the new one.
+    # The old one before the manifest was written, the new one after the swap.
     assert found == sorted(found, reverse=True)
     assert {"old", "new"} == set(found)
 
@@ -99,9 +92,8 @@ def test_a_failed_rename_leaves_the_old_checkpoint_under_its_name(tmp_path: Path
         final = tmp_path / str(after) / "named"
         _write(final, "old")
         error = OSError(28, "No space left on device")
-        if not _interrupted(tmp_path, lambda final=final: _write(final, "new"), error, after, made=False):
+        if not _interrupted(lambda final=final: _write(final, "new"), error, after, made=False):
             break
-        # The failure is over: the next save, or a look at it, finds one of both.
         if final.exists():
             assert _content(final) in ("old", "new")
         _write(final, "newer")
@@ -122,7 +114,7 @@ def _steps(root: Path) -> list[int]:
 
 def test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps(tmp_path: Path) -> None:
     _saved(tmp_path, 3, 6, 9, 12)
-    # Training went on from step 3.
+    # The run went back to step 3.
     for step in (4, 5, 7):
         _saved(tmp_path, step)
         retain(tmp_path, newest=step, keep_last=1, keep_every=None)
@@ -134,25 +126,23 @@ def test_retention_counts_whole_checkpoints_alone_and_removes_no_other(tmp_path:
     _saved(tmp_path, 1, 2, 3, 4, 5)
     (step_directory(tmp_path, 5) / "data").unlink()
     (step_directory(tmp_path, 2) / MANIFEST).unlink()
-    retain(tmp_path, newest=5, keep_last=2, keep_every=None)
-    assert _steps(tmp_path) == [5, 4, 3, 2]
-    retain(tmp_path, newest=5, keep_last=None, keep_every=None)
-    assert _steps(tmp_path) == [5, 4, 3, 2]
+    for keep_last in (2, None):
+        retain(tmp_path, newest=5, keep_last=keep_last, keep_every=None)
+        assert _steps(tmp_path) == [5, 4, 3, 2]
 
 
 def test_what_is_set_aside_is_moved_with_copies_and_numbered(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    metrics = tmp_path / "metrics.jsonl"
+    root, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
     metrics.write_text("lines")
     for number, after in ((1, 3), (2, 3), (3, -1)):
         _saved(root, 3, 6, 9)
-        aside = set_aside(root, after=after, copies=[metrics, tmp_path / "none"])
-        assert aside == root / f"abandoned-{number}"
+        assert move_aside(LocalFolder(root), after=after, copies=[metrics, tmp_path / "none"]) is not None
+        aside = root / f"abandoned-{number}"
         assert _steps(aside) == [step for step in (9, 6, 3) if step > after]
         assert _content(step_directory(aside, 9)) == "of step 9"
         assert (aside / "metrics.jsonl").read_text() == "lines"
         assert _steps(root) == [step for step in (3,) if step <= after]
-    assert set_aside(root, after=-1) is None
+    assert move_aside(LocalFolder(root), after=-1) is None
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ def _optimizer(*rates: float) -> SGD:
     return SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], lr=1.0, momentum=0.9)
 
 
-def _as_loaded(optimizer: SGD, saved: SGD, order: list[int]) -> SGD:
-    """With the settings of the saved groups, as loading an optimizer gives them."""
+def _loaded(optimizer: SGD, saved: SGD, order: list[int], scheduler: LRScheduler) -> dict[str, Any]:
+    """Give an optimizer the settings of saved groups; return the schedule's state as it was saved."""
     for group, number in zip(optimizer.param_groups, order, strict=True):
         group.update({key: value for key, value in saved.param_groups[number].items() if key != "params"})
-    return optimizer
+    return dict(json.loads(json.dumps(scheduler.state_dict(), default=dict)))
 
 
 def _rates(scheduler: LRScheduler, optimizer: SGD, steps: int) -> list[list[float]]:
@@ -51,11 +52,9 @@ def test_each_group_goes_on_with_its_own_rate(name: str, order: list[int]) -> No
     scheduler = SCHEDULES[name](first)
     _rates(scheduler, first, 3)
     note_rates(scheduler)
-    state = json.loads(json.dumps(scheduler.state_dict(), default=dict))
     again = _optimizer(*(0.5 for _ in order))
     resumed = SCHEDULES[name](again)
-    _as_loaded(again, first, order)
-    load_schedule(resumed, state)
+    load_schedule(resumed, _loaded(again, first, order, scheduler))
     assert resumed.get_last_lr() == [first.param_groups[number]["lr"] for number in order]
     expected = [[rates[number] for number in order] for rates in _rates(scheduler, first, 4)]
     assert _rates(resumed, again, 4) == expected
@@ -69,8 +68,7 @@ def test_rates_that_were_changed_by_hand_go_on() -> None:
     note_rates(scheduler)
     again = _optimizer(0.1)
     resumed = SCHEDULES["lambda"](again)
-    _as_loaded(again, first, [1])
-    load_schedule(resumed, scheduler.state_dict())
+    load_schedule(resumed, _loaded(again, first, [1], scheduler))
     assert _rates(resumed, again, 3) == [[rates[1]] for rates in _rates(scheduler, first, 3)]
 
 
@@ -80,7 +78,7 @@ def test_what_no_group_brings_is_refused_in_another_number() -> None:
     state = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_scale")}
     again = _optimizer(0.1)
     resumed = CyclicLR(again, base_lr=0.01, max_lr=0.2, step_size_up=3)
-    _as_loaded(again, first, [0])
+    again.param_groups[0].update(lr=first.param_groups[0]["lr"], initial_lr=first.param_groups[0]["initial_lr"])
     with pytest.raises(CheckpointError, match="max_lrs differ between 2 parameter groups, and this rank has 1"):
         load_schedule(resumed, state)
     assert resumed.base_lrs == [0.01]

@@ -1,21 +1,24 @@
-"""`meshwright checkpoint verify`, and signatures: what is not what was written, or not of whom it is to be, is told."""
+"""`meshwright checkpoint verify`, and signatures: what has changed, or is not signed as it must be, is told."""
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import error_of, flip
 from support.commands import write_run
 from typer.testing import CliRunner
 
 from meshwright import Checkpointer, CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint import newest_checkpoint, read_manifest
-from meshwright.checkpoint.directory import remove_leftovers, retain
-from meshwright.checkpoint.keys import ForeignCheckpointError, Key, read_key
+from meshwright.checkpoint.directory import retain, tidy
+from meshwright.checkpoint.keys import Key, read_key
 from meshwright.checkpoint.manifest import MANIFEST, SIGNATURE, step_directory, steps_in
 from meshwright.checkpoint.places import Access, LocalFolder
 from meshwright.cli import main as cli
@@ -40,7 +43,7 @@ def _save(root: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints: of our key, of theirs, and of none."""
+    """Three checkpoints: signed with our key, with theirs, and not at all."""
     root = tmp_path_factory.mktemp("saved")
     pool(2).run(_save, str(root))
     (root / "ours").write_bytes(OURS)
@@ -49,19 +52,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(saved: Path, tmp_path: Path) -> Path:
-    shutil.copytree(saved, tmp_path / "root")
-    return tmp_path / "root"
+    return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def _verify(path: Path, *more: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["checkpoint", "verify", str(path), *more])
+def _command(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
     return result.exit_code, result.output
 
 
-def _flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+def _verify(*arguments: object) -> tuple[int, str]:
+    return _command("checkpoint", "verify", *arguments)
 
 
 def test_what_is_whole_is_read_to_its_last_byte(root: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_is_whole_is_read_to_its_last_byte(root: Path) -> None:
 
 def test_each_file_that_is_wrong_is_named_with_its_checkpoint(root: Path) -> None:
     two, three = step_directory(root, 2), step_directory(root, 3)
-    _flip(two / "tensors-00001.bin", -1)
+    flip(two / "tensors-00001.bin")
     (two / "optimizer-00000.json").unlink()
     (three / MANIFEST).unlink()
     code, output = _verify(root)
@@ -95,119 +95,94 @@ def test_each_file_that_is_wrong_is_named_with_its_checkpoint(root: Path) -> Non
 
 
 def test_bad_input_is_told_with_exit_code_2(root: Path, tmp_path: Path) -> None:
-    for path, more, told in (
-        (root / "none", (), "is no directory"),
-        (tmp_path, (), "was never completed"),
-        (root, ("--key-file", str(root / "nokey")), "cannot be read"),
-        (Path("nonsense:/") / "x", (), "no directory"),
+    for arguments, told in (
+        ((root / "none",), "is no directory"),
+        ((tmp_path,), "was never completed"),
+        ((root, "--key-file", root / "nokey"), "cannot be read"),
+        ((Path("nonsense:/") / "x",), "no directory"),
+        (("s33://bucket/x",), "not opened: 's33'. Did you mean 's3'?"),
     ):
-        code, output = _verify(path, *more)
+        code, output = _verify(*arguments)
         assert (code, told in output) == (2, True), output
-    result = CliRunner().invoke(cli.app, ["checkpoint", "verify", "s33://bucket/x"])
-    assert result.exit_code == 2
-    assert "not opened: 's33'. Did you mean 's3'?" in result.output
 
 
 def test_a_key_refuses_what_is_signed_with_another_or_not_at_all(root: Path, tmp_path: Path) -> None:
-    ours = ("--key-file", str(root / "ours"))
+    ours = ("--key-file", root / "ours")
     code, output = _verify(step_directory(root, 1), *ours)
-    assert code == 0
-    assert "signed with this key" in output
+    assert (code, "signed with this key" in output) == (0, True)
     for step, told in ((2, "is signed with another key"), (3, "is not signed")):
-        for command in ("show", "verify"):
-            result = CliRunner().invoke(cli.app, ["checkpoint", command, str(step_directory(root, step)), *ours])
-            assert (result.exit_code, told in result.output) == (2, True), result.output
-        result = CliRunner().invoke(cli.app, ["export", str(step_directory(root, step)), str(tmp_path / "out"), *ours])
-        assert (result.exit_code, told in result.output) == (2, True), result.output
-    assert not (tmp_path / "out").exists()
-    # A signature that was made up, and one of another checkpoint of the same key.
-    signature = read_signature(step_directory(root, 1))
+        place = step_directory(root, step)
+        for command in (
+            ("checkpoint", "show", place),
+            ("checkpoint", "verify", place),
+            ("export", place, tmp_path / "o"),
+        ):
+            code, output = _command(*command, *ours)
+            assert (code, told in output) == (2, True), output
+    assert not (tmp_path / "o").exists()
+    # A signature of another checkpoint with the same key.
     forged = step_directory(root, 2) / MANIFEST
-    forged.write_text(forged.read_text().replace(read_signature(step_directory(root, 2)), signature))
+    signatures = [json.loads((step_directory(root, step) / MANIFEST).read_text())[SIGNATURE] for step in (1, 2)]
+    forged.write_text(forged.read_text().replace(signatures[1], signatures[0]))
     assert _verify(step_directory(root, 2))[0] == 0
     assert _verify(step_directory(root, 2), *ours)[0] == 2
 
 
-def read_signature(checkpoint: Path) -> str:
-    import json
-
-    found: str = json.loads((checkpoint / MANIFEST).read_text())[SIGNATURE]
-    return found
-
-
-def _load(root: str, step: int, secret: bytes | None) -> str:
+def _load(root: str) -> list[str]:
     manager = build_manager("fsdp2", {}, {}, CASE, seed=4)
-    place = LocalFolder(step_directory(Path(root), step), Access(None if secret is None else Key(secret)))
-    try:
-        load_checkpoint(manager, place)
-    except CheckpointError as error:
-        return f"{type(error).__name__} {error.exit_code}"
-    return "loaded"
+    found = []
+    for step, secret in ((1, OURS), (1, None), (2, OURS), (3, OURS), (3, None)):
+        place = LocalFolder(step_directory(Path(root), step), Access(None if secret is None else Key(secret)))
+        try:
+            load_checkpoint(manager, place)
+            found.append("loaded")
+        except CheckpointError as error:
+            found.append(f"{type(error).__name__} {error.exit_code}")
+    ours = LocalFolder(Path(root), Access(Key(OURS)))
+    return [*found, error_of(lambda: newest_checkpoint(ours, manager.mesh.world))]
 
 
 def test_loading_refuses_what_is_foreign_on_all_ranks(root: Path) -> None:
-    for step, secret, expected in (
-        (1, OURS, "loaded"),
-        (1, None, "loaded"),
-        (2, OURS, "ForeignCheckpointError 2"),
-        (3, OURS, "ForeignCheckpointError 2"),
-        (3, None, "loaded"),
-    ):
-        assert pool(2).run(_load, str(root), step, secret) == [expected] * 2
-
-
-def _newest(root: str) -> str:
-    manager = build_manager("fsdp2", {}, {}, CASE)
-    try:
-        return str(newest_checkpoint(LocalFolder(Path(root), Access(Key(OURS))), manager.mesh.world))
-    except ForeignCheckpointError as error:
-        return str(error)
-
-
-def test_a_foreign_one_is_not_passed_over_as_a_torn_one_is(root: Path) -> None:
-    for told in pool(2).run(_newest, str(root)):
-        assert "step-00000003 is not signed" in told
+    foreign = "ForeignCheckpointError 2"
+    for *found, newest in pool(2).run(_load, str(root)):
+        assert found == ["loaded", "loaded", foreign, foreign, "loaded"]
+        # It is not passed over, as an incomplete one is.
+        assert "step-00000003 is not signed" in newest
 
 
 def test_what_is_foreign_is_never_removed_nor_replaced(root: Path) -> None:
-    ours = Access(Key(OURS))
+    ours = LocalFolder(root, Access(Key(OURS)))
     before = {path.name: read_manifest(path) for _, path in steps_in(root)}
     for kind in ("writing", "deleting", "replaced"):
         shutil.copytree(root / "later" / "step-00000009", root / f"step-00000009.{kind}")
-    retain(LocalFolder(root, ours), newest=9, keep_last=1)
+    retain(ours, newest=9, keep_last=1)
     for _ in range(2):
-        remove_leftovers(root, ours)
+        tidy(ours)
     assert {path.name: read_manifest(path) for _, path in steps_in(root)}.items() >= before.items()
+    # What was replaced got its name back.
     kept = {path.name for path in root.iterdir()}
-    # What was replaced got its name back, as ever.
     assert kept >= {"step-00000009.replaced", "step-00000009.deleting", "step-00000009"}
     for told in pool(2).run(_save_over, str(root)):
         assert "step-00000002 is in the way" in told
     assert read_manifest(step_directory(root, 2)) == before["step-00000002"]
-    # Without a key they are what any others are.
+    # Without a key they are like any others.
     retain(root, newest=9, keep_last=1)
     assert [step for step, _ in steps_in(root)] == [9]
 
 
 def _save_over(root: str) -> str:
     manager = build_manager("fsdp2", {}, {}, CASE)
-    with warnings.catch_warnings(record=True) as told:
+    ours = LocalFolder(Path(root), Access(Key(OURS)))
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        saver = Checkpointer(manager, LocalFolder(Path(root), Access(Key(OURS))), keep_last=None, on_error="continue")
+        saver = Checkpointer(manager, ours, keep_last=None, on_error="continue")
         saver.save(2)
         saver.close()
-    error = ""
-    try:
-        save_checkpoint(manager, LocalFolder(step_directory(Path(root), 2), Access(Key(OURS))), step=2)
-    except CheckpointError as caught:
-        error = str(caught)
-    assert manager.mesh.rank or any("is in the way" in str(each.message) for each in told)
-    return error
+    assert manager.mesh.rank or any("is in the way" in str(each.message) for each in caught)
+    return error_of(lambda: save_checkpoint(manager, ours.at("step-00000002"), step=2))
 
 
 def test_a_key_is_a_file_of_enough_bytes_and_is_shown_and_sent_nowhere(tmp_path: Path) -> None:
-    import pickle
-
     path = tmp_path / "key"
     path.write_bytes(OURS)
     key: Any = read_key(path, where="checkpoint.key_file")
@@ -227,26 +202,22 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
     file = files[world.rank]
     section = {"every": 1, "key_file": None if file is None else str(Path(root, file))}
     config = load_run(Path(root, "run.yaml")).model_copy(update={"checkpoint": CheckpointConfig(**section)})
-    try:
-        check_same_key(config, world)
-    except ConfigError as error:
-        return str(error)
-    return "the same"
+    return error_of(lambda: check_same_key(config, world)) or "the same"
 
 
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        (["ours", "ours", "ours"], "the same"),
-        ([None, None, None], "the same"),
-        (["ours", "theirs", "ours"], "holds another key on some nodes than on others. Give all of them the same file"),
-        (["ours", "ours", None], "holds another key on some nodes than on others"),
-        (["ours", "none", "ours"], "cannot be read: No such file or directory"),
+        (["ours", "ours"], "the same"),
+        ([None, None], "the same"),
+        (["ours", "theirs"], "holds another key on some nodes than on others. Give all of them the same file"),
+        (["ours", None], "holds another key on some nodes than on others"),
+        (["none", "ours"], "cannot be read: No such file or directory"),
     ],
 )
 def test_ranks_with_different_keys_are_refused_on_all(files: list[str | None], told: str, tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "ours").write_bytes(OURS)
     (tmp_path / "theirs").write_bytes(THEIRS)
-    found = pool(3).run(_with_keys_of, str(tmp_path), files)
+    found = pool(2).run(_with_keys_of, str(tmp_path), files)
     assert all(told in each for each in found), found

@@ -1,11 +1,10 @@
-"""Bits that change by themselves: found within an interval, with the rank, under every stack; none where none did.
+"""Bits that change by themselves: found within an interval, with the rank, under every stack; no false alarms.
 
 How often replicas are compared in a run is told by `RunConfig.verify_every`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from faults.flips import first_gradient, first_held, flip
+from support.checkpoints import error_of
 from support.commands import write_run
-from support.runs import Place, output_of_rank
-from test_stopping import STACKS
+from support.flipping import FLIPPED_AFTER, run_with_a_flip
+from support.runs import Place
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from meshwright import Checkpointer, Loop, StepResult, TrainingError, fit
+from meshwright import Checkpointer, Loop, StepResult, fit
 from meshwright.checkpoint.manifest import steps_in
 from meshwright.checkpoint.values import flat
 from meshwright.strategy.contract import StrategyManager
@@ -28,65 +27,75 @@ from meshwright.strategy.registry import get_registry
 from meshwright.tensors.fingerprint import fingerprint
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
-from meshwright.testing.parity import build_with_optimizer, full_weights
+from meshwright.testing.parity import build_with_optimizer
 from meshwright.train.verifying import judged
 
 CASE = Case(microbatches=2, sequences=16)
-STEPS, EVERY, FLIPPED_AFTER, VICTIM = 6, 2, 2, 2
+STEPS, EVERY = 6, 2
+STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "fsdp2": ("fsdp2", {}, {}),
+    "ddp": ("ddp", {}, {}),
+    "ddp bucketed": ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+    "fsdp2 tp2": ("fsdp2", {}, {"tp_size": 2}),
+    "fsdp2 cp2": ("fsdp2", {}, {"cp_size": 2}),
+    "pp2 fsdp2": ("fsdp2", {}, {"pp_size": 2}),
+    "megatron_fsdp": ("megatron_fsdp", {}, {}),
+}
 
 
 class _Flips:
     """Flips a bit of a rank's state right after a step."""
 
-    def __init__(self, manager: StrategyManager, prefix: str) -> None:
-        self._manager, self._prefix = manager, prefix
+    def __init__(self, manager: StrategyManager, prefix: str, victim: int) -> None:
+        self._manager, self._prefix, self._victim = manager, prefix, victim
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        if self._prefix and result.step == FLIPPED_AFTER and result.rank == VICTIM:
+        if self._prefix and result.step == FLIPPED_AFTER and result.rank == self._victim:
             flip(first_held(self._manager, self._prefix))
 
 
-def _trained(
-    stack: str, where: str | None, directory: str, save_every: int = 5
-) -> tuple[str, int, list[int], dict[str, Tensor]]:
-    strategy, config, sizes = STACKS.get(stack, (stack, {}, {}))
+def _trained(stack: str, where: str | None, directory: str, save_every: int = 5) -> tuple[str, int, list[int]]:
+    """Train, and flip a bit on the last rank but one; return the error, and the steps done and saved."""
+    strategy, config, sizes = STACKS[stack]
     manager, optimizer = build_with_optimizer(strategy, config, sizes, CASE)
     mesh, done = manager.mesh, []
-    told: Any = _Flips(manager, {"parameter": "model.", "optimizer": "optimizer."}.get(where or "", ""))
-
-    def batches(step: int) -> Any:
-        return share(CASE, step, mesh.data_rank, mesh.data_size)
-
+    victim = _victim(mesh.world.size)
+    flips: Any = _Flips(manager, {"parameter": "model.", "optimizer": "optimizer."}.get(where or "", ""), victim)
     steps = 0
 
     def after_step(*_: Any) -> None:
-        """Wrong arithmetic: what the optimizer of one rank has made is not what those of the others have."""
+        """Wrong arithmetic: what one rank's optimizer has computed is not what the others' have."""
         nonlocal steps
         steps += 1
-        if where == "replica" and steps == FLIPPED_AFTER + 1 and mesh.rank == VICTIM:
-            named = flat(manager.sharded_state())
-            flip(named["model.model.norm.weight"].pieces[0].tensor)
+        if where == "replica" and steps == FLIPPED_AFTER + 1 and mesh.rank == victim:
+            flip(flat(manager.sharded_state())["model.model.norm.weight"].pieces[0].tensor)
 
     optimizer.register_step_post_hook(after_step)
-    if where == "gradient" and mesh.rank == VICTIM:
-        _flip_gradients(manager, lambda: len(done) == FLIPPED_AFTER)
-    loop = Loop(batches, steps=STEPS, seed=1, verify_every=EVERY, callbacks=[lambda result: done.append(result.step)])
-    said = ""
-    with get_registry().observing(told), Checkpointer(manager, directory, keep_last=None) as checkpointer:
-        try:
-            fit(manager, replace(loop, checkpointer=checkpointer, save_every=save_every))
-        except TrainingError as error:
-            said = str(error)
-    return said, len(done), sorted(step for step, _ in steps_in(Path(directory))), full_weights(manager)
+    if where == "gradient" and mesh.rank == victim:
+        _flip_gradients(manager, done)
+    loop = Loop(
+        lambda step: share(CASE, step, mesh.data_rank, mesh.data_size),
+        steps=STEPS,
+        seed=1,
+        verify_every=EVERY,
+        callbacks=[lambda result: done.append(result.step)],
+    )
+    with get_registry().observing(flips), Checkpointer(manager, directory, keep_last=None) as checkpointer:
+        error = error_of(lambda: fit(manager, replace(loop, checkpointer=checkpointer, save_every=save_every)))
+    return error, len(done), sorted(step for step, _ in steps_in(Path(directory)))
 
 
-def _flip_gradients(manager: StrategyManager, is_now: Callable[[], bool]) -> None:
+def _victim(size: int) -> int:
+    return max(size - 2, 1)
+
+
+def _flip_gradients(manager: StrategyManager, done: list[int]) -> None:
     read = manager.read
 
     def flipping(*values: Tensor) -> list[float]:
         found = read(*values)
-        if is_now():
+        if len(done) == FLIPPED_AFTER:
             gradient = first_gradient(manager)
             assert gradient is not None
             flip(gradient)
@@ -95,77 +104,51 @@ def _flip_gradients(manager: StrategyManager, is_now: Callable[[], bool]) -> Non
     manager.read = flipping  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("stack", ["fsdp2", *STACKS])
-def test_a_flipped_bit_is_found_within_an_interval_and_names_its_rank(stack: str, tmp_path: Path) -> None:
+SLOW_STACKS = [pytest.param(4, stack, marks=pytest.mark.slow) for stack in STACKS]
+
+
+@pytest.mark.parametrize(("ranks", "stack"), [(2, "fsdp2"), *(each for each in SLOW_STACKS if each.values[1] != "ddp")])
+def test_a_flipped_bit_is_found_within_an_interval_and_names_its_rank(ranks: int, stack: str, tmp_path: Path) -> None:
     for where in ("parameter", "optimizer", "gradient"):
-        for said, done, saved, _ in pool(4).run(_trained, stack, where, str(tmp_path / where)):
-            assert f"rank {VICTIM} on " in said, where
+        for said, done, saved in pool(ranks).run(_trained, stack, where, str(tmp_path / where)):
+            assert f"rank {_victim(ranks)} on " in said, where
             assert "bits have changed by themselves in " in said
             assert done == FLIPPED_AFTER + EVERY - 1
             assert saved == []
 
 
-def test_a_replica_that_differs_is_found_by_the_others(tmp_path: Path) -> None:
-    for stack in ("ddp", "fsdp2 tp2"):
-        for said, _, _, _ in pool(4).run(_trained, stack, "replica", str(tmp_path / stack)):
-            assert "other bits of model.model.norm.weight than the other replicas" in said
-            assert f"rank {VICTIM} on " in said
-            assert "changed by themselves" not in said
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", ["ddp", "fsdp2 tp2"])
+def test_a_replica_that_differs_is_found_by_the_others(stack: str, tmp_path: Path) -> None:
+    for said, _, _ in pool(4).run(_trained, stack, "replica", str(tmp_path)):
+        assert "other bits of model.model.norm.weight than the other replicas" in said
+        assert "rank 2 on " in said
+        assert "changed by themselves" not in said
 
 
-@pytest.mark.parametrize("stack", ["fsdp2", "ddp", *STACKS])
-def test_a_healthy_run_raises_no_alarm_and_trains_the_same(stack: str, tmp_path: Path) -> None:
-    for said, done, saved, _ in pool(4).run(_trained, stack, None, str(tmp_path)):
-        assert said == ""
-        assert done == STEPS
-        assert saved == [5, 6]
+@pytest.mark.parametrize(("ranks", "stack"), [(2, "fsdp2"), *SLOW_STACKS])
+def test_a_healthy_run_raises_no_alarm_and_trains_the_same(ranks: int, stack: str, tmp_path: Path) -> None:
+    assert pool(ranks).run(_trained, stack, None, str(tmp_path)) == [("", STEPS, [5, 6])] * ranks
 
 
 def test_no_corrupted_state_is_saved(tmp_path: Path) -> None:
-    for said, done, saved, _ in pool(4).run(_trained, "fsdp2", "parameter", str(tmp_path), 1):
+    for said, done, saved in pool(2).run(_trained, "fsdp2", "parameter", str(tmp_path), 1):
         assert f"found after step {FLIPPED_AFTER}" in said
         assert done == FLIPPED_AFTER
         assert saved == [1]
 
 
-# -- the run file
-
-
-class _FlipsWhatWasStepped:
-    """Flips a bit of what the optimizer of a run steps."""
-
-    def __init__(self) -> None:
-        self.stepped: list[Tensor] = []
-
-    def note(self, optimizer: Optimizer, *_: Any) -> None:
-        self.stepped = [p for group in optimizer.param_groups for p in group["params"]]
-
-    @hookimpl
-    def on_step_end(self, result: StepResult) -> None:
-        if result.step == FLIPPED_AFTER:
-            flip(self.stepped[0])
-
-
-def _flipped(path: str) -> tuple[str, int]:
-    """The error of a run of which a parameter changes between two steps, and its exit code."""
-    flips = _FlipsWhatWasStepped()
-    hook = register_optimizer_step_post_hook(flips.note)
-    try:
-        with get_registry().observing(flips):
-            _, error, code = output_of_rank(path, None)
-    finally:
-        hook.remove()
-    return error, code
-
-
-@pytest.mark.parametrize(("every", "found_after"), [(3, 3), (5, 5), (4, 4), (None, None)])
+@pytest.mark.parametrize(
+    ("every", "found_after"),
+    [(3, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 5), (4, 4), (None, None)))],
+)
 def test_verify_every_of_a_run_file_says_after_which_steps_bits_are_looked_at(
     every: int | None, found_after: int | None, tmp_path: Path
 ) -> None:
     write_run(tmp_path)
     place = Place(tmp_path, tmp_path)
     file = place.file(steps=STEPS, verify_every=every, checkpoint={}, log_every=1)
-    error, code = pool(1).run(_flipped, str(file))[0]
+    error, code = pool(1).run(run_with_a_flip, str(file))[0]
     if found_after is None:
         assert (error, code) == ("", 0)
         assert len(place.metrics()) == STEPS
@@ -173,17 +156,13 @@ def test_verify_every_of_a_run_file_says_after_which_steps_bits_are_looked_at(
     assert f"silent corruption, found after step {found_after}:" in error
     assert "rank 0 on " in error
     assert code != 0
-    # The step that was just done is no longer told.
+    # The step that was just done is not reported.
     assert [line["step"] for line in place.metrics()] == [*range(1, found_after)]
-
-
-# -- fingerprints, and who is right
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_every_bit_counts(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(2, (7, 5), generator=generator).to(dtype)
+    values = torch.randint(2, (7, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
     before = int(fingerprint(values))
     assert before == int(fingerprint(values.clone()))
     for index in range(values.numel()):

@@ -81,7 +81,7 @@ from meshwright._compat.transformers import (
     set_attention,
     to_saved_format,
 )
-from meshwright.files.requirements import oldest_torch
+from meshwright.files.versions import oldest_torch
 from meshwright.model.pretrained.files import Held
 from meshwright.model.pretrained.recorded import Recorded
 from meshwright.tensors.state import whole_tensor

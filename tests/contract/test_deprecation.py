@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 import meshwright
-from meshwright.files.deprecation import warn_deprecated
+from meshwright.files.versions import warn_deprecated
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]

@@ -36,7 +36,7 @@ TORCH_FREE = {
     "data.summary",
     "files.class_paths",
     "files.parsing",
-    "files.paths",
+    "files.writing",
     "launch.companion",
     "launch.environment",
     "launch.local",

@@ -39,7 +39,7 @@ import yaml  # noqa: E402
 from cluster import netns  # noqa: E402
 from cluster.starts import TORCHRUN, clean, free_port  # noqa: E402
 from kill_sweep import Run, command_of, fingerprint, lives, make_run, ranks_of  # noqa: E402
-from test_memory_copies import ranks_of_agent, spoil  # noqa: E402
+from support.replication import ranks_of_agent, spoil  # noqa: E402
 
 from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
 from meshwright.checkpoint.manifest import verify  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cluster.starts import TORCHRUN, free_port
 from kill_sweep import await_moment, command_of, end_session, lives, make_run
-from test_memory_copies import Training, after, ranks_of_agent, said_of
+from support.replication import Training, after, ranks_of_agent, said_of
 
 from meshwright.launch import companion
 

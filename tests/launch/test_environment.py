@@ -12,7 +12,7 @@ import torch
 
 from meshwright.base.errors import MeshError, StrategyError
 from meshwright.cli import main as command_line
-from meshwright.files.requirements import check_torch, oldest_torch
+from meshwright.files.versions import check_torch, oldest_torch
 from meshwright.launch.allocator import SETTINGS, prefer_expandable_segments, uses_expandable_segments
 from meshwright.launch.drivers import missing_driver
 from meshwright.mesh.world import find_device

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cluster import netns
 from cluster.starts import TORCHRUN, free_port
 from kill_sweep import Run, await_moment, end_session, finish, lives, make_run
-from test_memory_copies import Training, after, assert_same, ranks_of_agent, said_of
+from support.replication import Training, after, assert_same, ranks_of_agent, said_of
 
 from meshwright.base.errors import RankError
 from meshwright.launch.rank import ECHO_WAIT_S

@@ -21,9 +21,9 @@ import meshwright as mw
 from meshwright._compat.peft import base_name, is_transposed
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint import merged_model as merging_module
+from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.checkpoint.merged_model import merge_adapter
-from meshwright.checkpoint.read_index import read_index
 from meshwright.cli import main as cli
 from meshwright.model.adapter_base import BASE_FILE, fingerprint_of
 from meshwright.model.merge import Merging

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.base.errors import CheckpointError, MeshwrightError, StrategyError
 from meshwright.checkpoint import export_checkpoint, load_checkpoint, read_manifest, save_checkpoint
+from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.checkpoint.payload import read_tensors
-from meshwright.checkpoint.read_index import read_index
 from meshwright.cli import main as cli
 from meshwright.mesh.world import open_world
 from meshwright.step.agreement import count_tokens

@@ -19,8 +19,8 @@ from support.plan_layouts import SIZES, Layout
 
 from meshwright.base.validation import validated
 from meshwright.checkpoint import save_checkpoint
+from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.read_index import read_index
 from meshwright.checkpoint.values import RANDOM
 from meshwright.cli.imports import uncollected
 from meshwright.mesh.mesh import Mesh

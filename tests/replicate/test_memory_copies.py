@@ -7,106 +7,40 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import netns
-from cluster.starts import TORCHRUN, clean, free_port
-from kill_sweep import Run, await_moment, end_session, fingerprint, finish, make_run, ranks_of
+from cluster.starts import TORCHRUN, free_port
+from kill_sweep import Run, await_moment, end_session, finish, make_run, ranks_of
+from support.replication import (
+    Training,
+    after,
+    assert_same,
+    copies_without_a_name,
+    events,
+    keepers_of,
+    nothing_is_left,
+    ranks_of_agent,
+    said_of,
+    spoil,
+    train,
+)
 
+pytestmark = pytest.mark.slow
 MEMORY = re.compile(r"going on from memory, after step (\d+)")
 DISK = re.compile(r"going on from \S+/step-(\d+), after step")
 FAR = {"every": 1000, "replicate": "neighbour"}
 """Checkpoints at the end alone."""
+FSDP2: dict[str, Any] = {"strategy": "fsdp2", "nproc": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"strategy": "fsdp2", "nproc": 2},
-    "ddp": {
-        "strategy": "ddp",
-        "nproc": 2,
-        "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True},
-    },
-    "pipeline": {"strategy": "fsdp2", "nproc": 4, "pp_size": 2},
+    "fsdp2": FSDP2,
+    "ddp": FSDP2 | {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}},
+    "pipeline": FSDP2 | {"nproc": 4, "pp_size": 2},
 }
-
-
-class Training(subprocess.Popen[bytes]):
-    """A command that trains, in a session of its own, and what it has said."""
-
-    def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
-        self._said = said
-        with said.open("wb") as file:
-            super().__init__(
-                arguments, env=clean(**environment), stdout=file, stderr=file, start_new_session=True, cwd=said.parent
-            )
-
-    @property
-    def said(self) -> str:
-        return self._said.read_text(errors="replace")
-
-    def ended(self) -> None:
-        """Wait until it has ended well."""
-        assert self.wait(200) == 0, self.said[-4000:]
-
-
-def train(run: Run, *settings: str) -> Training:
-    assignments = [part for each in settings for part in ("--set", each)]
-    return Training([sys.executable, "-m", "meshwright", "train", str(run.file), *assignments], said_of(run))
-
-
-def said_of(run: Run) -> Path:
-    return run.directory.with_name(f"{run.directory.name}.said")
-
-
-def keepers_of(pid: int) -> list[int]:
-    """The living keepers that end with a process."""
-    found = []
-    for path in Path("/proc").iterdir():
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
-            if b"meshwright.memory.keeper" in words and str(pid).encode() in words:
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
-
-
-def nothing_is_left(pid: int) -> bool:
-    until = time.monotonic() + 5
-    while keepers_of(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not keepers_of(pid)
-
-
-def copies_without_a_name(pid: int) -> list[str]:
-    """The memory that keepers hold for a process. None of it may have a name, under which it would outlive them all."""
-    held = []
-    for keeper in keepers_of(pid):
-        for path in Path(f"/proc/{keeper}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                held.append(os.readlink(path))
-    assert not [each for each in held if each.startswith("/dev/shm/")]
-    return [each for each in held if each.startswith("/memfd:meshwright-copy")]
-
-
-def starts(run: Run) -> list[int]:
-    """After which step each sitting went on."""
-    lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [line["start"] for line in lines if line["event"] == "start"]
-
-
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == kind]
-
-
-def after(run: Run, step: int) -> Callable[[], bool]:
-    return lambda: run.steps_done() >= step
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +62,10 @@ def whole(workplace: Path) -> Callable[[str], Run]:
     return of
 
 
-def assert_same(run: Run, other: Run) -> None:
-    assert run.numbers() == other.numbers()
-    assert fingerprint(run.directory / "model") == fingerprint(other.directory / "model")
-
-
-# -- one node
-
-
-@pytest.mark.parametrize(("layout", "every"), [("fsdp2", 1), ("ddp", 1), ("pipeline", 2)])
+@pytest.mark.parametrize(
+    ("layout", "every"),
+    [("pipeline", 2), *(pytest.param(layout, 1, marks=pytest.mark.zoo) for layout in ("fsdp2", "ddp"))],
+)
 def test_ranks_that_are_killed_go_on_from_the_step_before(
     layout: str, every: int, whole: Callable[[str], Run], workplace: Path
 ) -> None:
@@ -159,7 +88,7 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(
         end_session(process)
     assert_same(run, expected)
     told = [int(step) for step in MEMORY.findall(process.said)]
-    assert starts(run) == [0, *told]
+    assert [line["start"] for line in events(run, "start")] == [0, *told]
     assert len(told) == 2
     assert not DISK.search(process.said)
     for at, go_on in zip(done[1:], told, strict=True):
@@ -172,35 +101,16 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(
     assert "copy" in {name for line in lines for name in line["times"]}
 
 
-def test_checkpoints_on_disk_are_not_read_where_memory_is_as_new(whole: Callable[[str], Run], workplace: Path) -> None:
+@pytest.mark.parametrize("loss", ["disk", "keeper", "bytes"])
+def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(
+    loss: str, whole: Callable[[str], Run], workplace: Path
+) -> None:
     copies = {"every": 3, "keep_last": None, "replicate": "neighbour"}
-    run = make_run(workplace, "disk-is-broken", LAYOUTS["fsdp2"] | {"max_restarts": 1, "checkpoint": copies})
-    process = train(run)
-    try:
-        assert await_moment(process, after(run, 8))
-        # Not before what is written now is written.
-        assert await_moment(process, lambda: (run.checkpoints / "step-00000006").exists())
-        os.kill(ranks_of(process)[1], signal.SIGKILL)
-        assert await_moment(process, lambda: "beginning anew" in process.said)
-        for path in run.checkpoints.rglob("*"):
-            if path.is_file():
-                path.write_bytes(b"no longer what it was")
-        process.ended()
-    finally:
-        end_session(process)
-    assert MEMORY.search(process.said)
-    assert "not whole" not in process.said
-    assert_same(run, whole("fsdp2"))
-
-
-@pytest.mark.parametrize("loss", ["keeper", "bytes"])
-def test_where_too_much_is_lost_the_disk_it_is(loss: str, whole: Callable[[str], Run], workplace: Path) -> None:
-    copies = {"every": 3, "replicate": "neighbour"}
-    run = make_run(workplace, f"lost-{loss}", LAYOUTS["fsdp2"] | {"max_restarts": 1, "checkpoint": copies})
+    run = make_run(workplace, f"lost-{loss}", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
     process = train(run)
     try:
         assert await_moment(process, lambda: (run.checkpoints / "step-00000006").exists())
-        assert await_moment(process, after(run, 7))
+        assert await_moment(process, after(run, 8 if loss == "disk" else 7))
         (keeper,) = keepers_of(process.pid)
         if loss == "keeper":
             os.kill(keeper, signal.SIGKILL)
@@ -209,48 +119,35 @@ def test_where_too_much_is_lost_the_disk_it_is(loss: str, whole: Callable[[str],
         os.kill(ranks_of(process)[0], signal.SIGKILL)
         if loss == "bytes":
             assert spoil(keeper)
+        if loss == "disk":
+            assert await_moment(process, lambda: "beginning anew" in process.said)
+            for path in run.checkpoints.rglob("*"):
+                if path.is_file():
+                    path.write_bytes(b"no longer what it was")
         process.ended()
         assert nothing_is_left(process.pid)
     finally:
         end_session(process)
-    assert not MEMORY.search(process.said)
+    assert "not whole" not in process.said or loss != "disk"
+    assert bool(MEMORY.search(process.said)) == (loss == "disk")
     assert ("in memory is of no use: " in process.said) == (loss == "bytes")
-    (step,) = DISK.findall(process.said)
-    assert int(step) >= 6
+    if loss != "disk":
+        (step,) = DISK.findall(process.said)
+        assert int(step) >= 6
     assert_same(run, whole("fsdp2"))
 
 
-def spoil(keeper: int) -> int:
-    """Change a bit in the middle of each part of a state that a keeper has; how many there were."""
-    spoilt = 0
-    for file in Path(f"/proc/{keeper}/fd").iterdir():
-        if "meshwright-copy" not in os.readlink(file) or file.stat().st_size < 10_000:
-            continue
-        with file.open("r+b") as content:
-            content.seek(file.stat().st_size // 2)
-            byte = content.read(1)
-            content.seek(-1, os.SEEK_CUR)
-            content.write(bytes([byte[0] ^ 1]))
-        spoilt += 1
-    return spoilt
-
-
 def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
-    settings = LAYOUTS["fsdp2"] | {"strategy_config": {"reduce_dtype": "float64"}}
-    without = "model.attention_dropout=0.0"
+    settings = FSDP2 | {"strategy_config": {"reduce_dtype": "float64"}}
     expected = make_run(workplace, "whole-fewer", settings)
-    finish("train", str(expected.file), "--set", without)
+    finish("train", str(expected.file), "--set", "model.attention_dropout=0.0")
     run = make_run(workplace, "fewer", settings | {"nproc": 4, "max_restarts": 3, "elastic": {}, "checkpoint": FAR})
-    # Four do not get as far as to the first step a second time.
+    # Four ranks do not get to the first step a second time.
     broken = workplace / "broken"
     code = "import restart_targets; restart_targets.main()"
-    text = run.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0")
-    run.file.write_text(text)
-    process = Training(
-        [sys.executable, "-c", code, str(run.file), str(broken)],
-        said_of(run),
-        PYTHONPATH=str(Path(__file__).parents[1]),
-    )
+    run.file.write_text(run.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0"))
+    command = [sys.executable, "-c", code, str(run.file), str(broken)]
+    process = Training(command, said_of(run), PYTHONPATH=str(Path(__file__).parents[1] / "support"))
     try:
         assert await_moment(process, after(run, 6)), process.said
         broken.touch()
@@ -268,12 +165,12 @@ def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
 
 def test_nothing_outlives_a_launcher_that_is_killed(workplace: Path) -> None:
     copies = {"every": 4, "replicate": "neighbour"}
-    run = make_run(workplace, "launcher", LAYOUTS["fsdp2"] | {"max_restarts": 1, "checkpoint": copies})
+    run = make_run(workplace, "launcher", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
     process = train(run, "steps=12")
     try:
         assert await_moment(process, lambda: run.steps_done() >= 6 and (run.checkpoints / "step-00000004").exists())
         (keeper,) = keepers_of(process.pid)
-        # Nobody hears a word of it, and no scheduler ends it by a signal to all.
+        # It holds no output open, and no scheduler ends it by a signal to all.
         assert {os.readlink(f"/proc/{keeper}/fd/{number}") for number in (0, 1, 2)} == {"/dev/null"}
         os.kill(keeper, signal.SIGTERM)
         os.kill(process.pid, signal.SIGKILL)
@@ -298,15 +195,15 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
         yield found
 
 
-def on_nodes(nodes: Sequence[netns.Node], run: Run, *settings: str) -> list[Training]:
-    """torchrun on each, with one rank."""
-    port, assignments = free_port(), [part for each in settings for part in ("--set", each)]
+def _on_nodes(nodes: Sequence[netns.Node], run: Run) -> list[Training]:
+    """Start torchrun on each node, with one rank."""
+    port = free_port()
     return [
         Training(
             node.command(
                 *(*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", "--max-restarts=3"),
                 *(f"--master-addr={nodes[0].address}", f"--master-port={port}", "-m", "meshwright", "train"),
-                *(str(run.file), *assignments),
+                str(run.file),
             ),
             said_of(run).with_suffix(f".{number}"),
             GLOO_SOCKET_IFNAME=netns.CARD,
@@ -315,18 +212,11 @@ def on_nodes(nodes: Sequence[netns.Node], run: Run, *settings: str) -> list[Trai
     ]
 
 
-def ranks_of_agent(pid: int) -> list[int]:
-    """The ranks that an agent of torchrun has started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sorted({int(each) for each in children} - {*keepers_of(pid)})
-
-
 def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
     nodes: tuple[netns.Node, ...], whole: Callable[[str], Run], workplace: Path
 ) -> None:
-    settings = {name: value for name, value in LAYOUTS["fsdp2"].items() if name != "nproc"}
-    run = make_run(workplace, "two-nodes", settings | {"checkpoint": FAR})
-    agents = on_nodes(nodes, run)
+    run = make_run(workplace, "two-nodes", {"strategy": "fsdp2", "checkpoint": FAR})
+    agents = _on_nodes(nodes, run)
     try:
         assert await_moment(agents[0], after(run, 6)), agents[0].said
         (keeper,) = keepers_of(agents[1].pid)
@@ -340,17 +230,16 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
         for agent in agents:
             end_session(agent)
     (step,) = MEMORY.findall(agents[0].said)
-    # Steps of a tiny model may be shorter than copies, of which some are left out then, as is told at powers of two.
+    # Steps of a tiny model may be shorter than copies, some of which are left out, as is told at powers of two.
     left_out = max((2 * each["left_out"] for each in told), default=0)
     assert max(1, done - 2 - left_out) <= int(step) <= done + 1
     assert_same(run, whole("fsdp2"))
 
 
 def test_what_is_sent_keeps_within_the_bandwidth(nodes: tuple[netns.Node, ...], workplace: Path) -> None:
-    settings = {name: value for name, value in LAYOUTS["fsdp2"].items() if name != "nproc"}
-    run = make_run(workplace, "slow", settings | {"checkpoint": FAR | {"replicate": {"bandwidth": "80KB/s"}}})
-    agents = on_nodes(nodes, run)
-    for agent in agents:
+    checkpoint = FAR | {"replicate": {"bandwidth": "80KB/s"}}
+    run = make_run(workplace, "slow", {"strategy": "fsdp2", "checkpoint": checkpoint})
+    for agent in _on_nodes(nodes, run):
         agent.ended()
     # A part of about 100 kB takes more than a second, and the steps go on meanwhile.
     told = events(run, "copies")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_checkpoint_formats import _reseal
+from support.checkpoints import reseal
 from typer.testing import CliRunner
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
@@ -176,8 +176,8 @@ def test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded(root: Path
 @pytest.mark.parametrize("name", [PAYLOAD, "huggingface/config.json"])
 def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Path, name: str, tmp_path: Path) -> None:
     place = LocalFolder(root / "step-00000001", Access(Key(SECRET)))
-    after = "read_index" if name == PAYLOAD else "on_this_machine"
-    for _ in _swapped_after(stored_model, after, lambda: _swap(place.path, name)):
+    owner, after = (stored_model, "read_index") if name == PAYLOAD else (stored_model.StoredModel, "_on_this_machine")
+    for _ in _swapped_after(owner, after, lambda: _swap(place.path, name)):
         with pytest.raises(CheckpointError, match=f"the contents of {name} have changed"):
             export_checkpoint(place, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -264,7 +264,7 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
         "loop": loop,
     }
     place = root / "step-00000001"
-    _reseal(place, extra=whole)
+    reseal(place, extra=whole)
     assert read_manifest(place).extra == whole
     best = SimpleNamespace(keep_best=1, best_of="held_out")
     outcomes = Counter[bool]()
@@ -274,7 +274,7 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
         for key in path[:-1]:
             inner = inner[key]
         inner[path[-1]] = odd
-        _reseal(place, extra=extra)
+        reseal(place, extra=extra)
         try:
             manifest = read_manifest(place)
         except CheckpointError:

@@ -26,8 +26,7 @@ from meshwright.data.encoding.conversations import Conversation
 from meshwright.data.entry import tokenizer_key
 from meshwright.data.progress import Meter
 from meshwright.data.reading.opening import opened
-from meshwright.files.parsing import read_regular
-from meshwright.files.time_limit import time_limit
+from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.remote_code import digest_of_code
 from meshwright.testing.models import tiny_model

@@ -126,7 +126,7 @@ def _drive(cases: str, results: str) -> None:
     # What most commands import; each fork would do it anew.
     for module in (
         "meshwright.train.run",
-        "meshwright.checkpoint.show",
+        "meshwright.checkpoint.verifying",
         "meshwright_pipeline.show",
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.tokenization_auto",
@@ -360,14 +360,14 @@ def _data(files: _Files) -> Iterator[tuple[str, Case]]:
 
 
 def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
-    from test_checkpoint_formats import _reseal
+    from support.checkpoints import reseal
 
     crafted = []
     index = files.copy("out/checkpoints/step-00000002", "crafted-index")
     (index / "index.json").write_bytes(pickle.dumps(_Payload(files.mark)))
     crafted.append((index, "is no index"))
     for path, told in crafted:
-        _reseal(path)
+        reseal(path)
         commands = {
             "checkpoint show": ("checkpoint", "show", str(path)),
             "export": ("export", str(path), str(files.root / f"exported-{path.name}")),
@@ -382,7 +382,7 @@ def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
     _code(config / "huggingface", files.mark)
     _change(config / "huggingface/config.json", model_type="evil", auto_map=AUTO_MAP)
     _change(config / "huggingface/tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
-    _reseal(config)
+    reseal(config)
     arguments = ("export", str(config), str(files.root / "exported-config"))
     yield "crafted-config: export", Case(arguments, 2, "code of its own")
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 import yaml
 from security.small_run import write_small_run
+from support.checkpoints import reseal
 from support.watched import make_ranks, make_run, make_timeline
-from test_checkpoint_formats import _reseal
 from test_fuzz import bounded
 from typer.testing import CliRunner
 
@@ -146,7 +146,7 @@ def _checkpoint(place: Path) -> None:
 
 def _part_of_checkpoint(place: Path) -> None:
     # As one who crafts a checkpoint would.
-    _reseal(next((place / "run" / "checkpoints").iterdir()))
+    reseal(next((place / "run" / "checkpoints").iterdir()))
     _checkpoint(place)
 
 

@@ -14,8 +14,9 @@ import pytest
 from security.small_run import write_small_run
 
 from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.checkpoint.directory import begin
-from meshwright.files.time_limit import time_limit
+from meshwright.checkpoint.drafts import LocalDraft
+from meshwright.checkpoint.places import LocalFolder
+from meshwright.files.parsing import time_limit
 from meshwright.files.writing import append, fresh, open_to_append, write_whole, written_whole
 from meshwright.train import files
 from meshwright.train.output import locked
@@ -101,7 +102,7 @@ def test_a_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "step.writing").symlink_to(tmp_path / "victim")
     with pytest.raises(CheckpointError, match="is a link"):
-        begin(tmp_path / "step")
+        LocalDraft(LocalFolder(tmp_path / "step")).begin()
 
 
 # -- the functions that write

@@ -14,10 +14,10 @@ from security.small_run import job_values, write_small_run
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
-from meshwright.checkpoint.opening import place_of
+from meshwright.checkpoint.remote import place_of
 from meshwright.clusters.files import files_of, write
 from meshwright.clusters.job import TARGETS, Job, Target, plan_job
-from meshwright.events.tracker import TrackerSpec
+from meshwright.events.run import TrackerSpec
 from meshwright.train import trackers
 from meshwright.train.hidden_values import HIDDEN, is_secret, resolved
 from meshwright.train.run_file import RunConfig, as_plain

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.opening import is_url, place_of
 from meshwright.checkpoint.places import DEFAULT, LocalFolder
-from meshwright.checkpoint.remote import PROTOCOLS, RemoteFolder
+from meshwright.checkpoint.remote import PROTOCOLS, RemoteFolder, is_url, place_of
 from meshwright.cli import main as cli
 
 # What older versions of fsspec render with Jinja, without a sandbox.

@@ -20,6 +20,7 @@ from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
 from meshwright.train.report import MEASURED
+from meshwright.train.run import run_rank
 from meshwright.train.run_file import load_run
 
 STEPS, EVERY, TOLERANCE = 8, 2, 1e-9

@@ -8,7 +8,7 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoint_ownership import layouts
+from support.checkpoints import layouts
 
 from meshwright.tensors.ownership import Rectangle, divide
 from meshwright.tensors.rounds import rounds

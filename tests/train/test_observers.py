@@ -23,9 +23,8 @@ from support.commands import LAUNCHER_VARIABLES, command, write_run
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.base.validation import FrozenModel
-from meshwright.events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+from meshwright.events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint, TrackerSpec
 from meshwright.events.step import StepResult
-from meshwright.events.tracker import TrackerSpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
 from meshwright.testing import pool

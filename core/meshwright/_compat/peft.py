@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
-from ..files.parsing import reason
-from ..files.time_limit import time_limit
+from ..files.parsing import reason, time_limit
 
 PREFIX = "base_model.model."
 _WRAPPED = ("base_layer", "original_module", "token_adapter")

@@ -1,7 +1,7 @@
-"""One checkpoint for every strategy: saved under any, loaded under any other.
+"""One checkpoint format for every strategy: a checkpoint saved under any layout loads under any other.
 
-A checkpoint is a directory that torch.distributed.checkpoint has written, with a manifest beside its files. Tensors go
-by the names of the unwrapped Hugging Face model, as rectangles of the whole, so a layout reads what another has saved.
+A checkpoint is a directory of files with tensors, an index, and a manifest. Tensors have the names of the unwrapped
+Hugging Face model and are stored as rectangles of the full tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Agree on who writes what, once for all checkpoints of a run.
+"""Divide the work of writing checkpoints between ranks, once for all checkpoints of a run.
 
-What a rank has of a state changes when the model or the optimizer does, not between saves. So the ranks remember what
-they have agreed on, and a save asks only whether all of them still have what they had: one integer. The first save, and
-one after a change, gathers what each rank has to the first one, which divides the work and makes the index.
+What a rank has of the state changes with the model and the optimizer, not between saves. So ranks remember how they
+divided the work, and a save only asks, by one integer, whether all ranks still have the same. The first save, and one
+after a change, gathers an inventory of each rank to the first one, which divides the work and makes the index.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Share(NamedTuple):
     """What one rank writes.
 
     Attributes:
-        rectangles: in the order in which it writes them.
-        grouped: names of the parameters whose groups it tells.
-        valued: names of the parameters whose optimizer values it tells.
+        rectangles: in the order in which they are written.
+        grouped: parameters whose optimizer groups it writes.
+        valued: parameters whose optimizer values it writes.
         index_json: contents of the index, on the first rank.
     """
 
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one rank has, in the terms of `Share`; and the shape and dtype of each tensor."""
+    """What one rank has, in the terms of `Share`; `kinds` are name, shape and dtype of each tensor."""
 
     rectangles: tuple[Rectangle, ...]
     kinds: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -45,10 +45,10 @@ class Held(NamedTuple):
 
 
 class Agreement:
-    """What the ranks have agreed on last, if anything.
+    """The last division of the work.
 
     Attributes:
-        times: how often they have agreed on something new; equal on all ranks.
+        times: how often the work was divided; equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class Agreement:
     def share(
         self, tensors: Mapping[str, Sharded], optimizer: OptimizerState[Sharded] | None, group: dist.ProcessGroup
     ) -> Share:
-        """What this rank writes of a state. Collective.
+        """Return what this rank writes. Collective.
 
         Args:
-            tensors: what it has, of model and optimizer, by the names in the checkpoint.
+            tensors: this rank's part of model and optimizer, by the names in the checkpoint.
             optimizer: for its groups and values.
             group: all ranks, with a backend for the CPU.
         """
@@ -70,13 +70,13 @@ class Agreement:
         same = torch.tensor([int(held == self._held)])
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
         if self._share is None or not same.item():
-            self._share, self._held = _agreed(held, group), held
+            self._share, self._held = _divided(held, group), held
             self.times += 1
         return self._share
 
 
 def held_by(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | None) -> Held:
-    """What this rank has; names and numbers alone."""
+    """Return this rank's inventory, which holds names and numbers alone."""
     rectangles = (
         Rectangle(name, tuple(piece.offsets), piece.sizes, piece.tensor.element_size())
         for name, sharded in tensors.items()
@@ -87,8 +87,8 @@ def held_by(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | Non
     return Held(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
 
 
-def _agreed(held: Held, group: dist.ProcessGroup) -> Share:
-    """Divide the work on the first rank, and tell each rank its share. Collective."""
+def _divided(held: Held, group: dist.ProcessGroup) -> Share:
+    """Divide the work on the first rank, and send each rank its share. Collective."""
     is_first = dist.get_rank(group) == 0
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.gather_object(held, found if is_first else None, group=group, group_dst=0)
@@ -100,7 +100,7 @@ def _agreed(held: Held, group: dist.ProcessGroup) -> Share:
 
 
 def shares_of(found: list[Held]) -> tuple[list[Share], bytes]:
-    """Each rank's share, without the index; and the index."""
+    """Return each rank's share, without the index; and the index."""
     owned = divide([held.rectangles for held in found])
     kinds = {name: (shape, dtype) for held in found for name, shape, dtype in held.kinds}
     grouped = _first_holders(held.grouped for held in found)
@@ -110,7 +110,7 @@ def shares_of(found: list[Held]) -> tuple[list[Share], bytes]:
 
 
 def _first_holders(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
-    """For each rank, the names that no rank before it has."""
+    """Return, for each rank, the names that no rank before it has."""
     seen: set[str] = set()
     first = []
     for names in named:

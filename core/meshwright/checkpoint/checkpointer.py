@@ -1,7 +1,7 @@
-"""Save and load model and optimizer, under any strategy and mesh, from any other.
+"""Save checkpoints of model and optimizer, under any strategy and mesh.
 
-[Note: asynchronous saving] `Checkpointer.save` returns when this rank's part is copied; a thread writes it, with a
-process group of its own, while training goes on. The next `save`, and `close`, wait for it and tell what went wrong.
+[Note: asynchronous saving] `Checkpointer.save` returns when this rank's part is copied. A thread with a process group
+of its own writes it while training continues. The next `save`, and `close`, wait for it and raise its errors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ..files.terminal import warn
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
-from .directory import EVALUATIONS, retain
-from .drafts import tidy
+from .directory import EVALUATIONS, retain, tidy
 from .manifest import step_name
-from .opening import place_of
 from .places import Folder
-from .saving import Saving, own_group, told
+from .remote import place_of
+from .saving import Saving, content_of, described, own_group
 
 OnError = Literal["stop", "continue"]
 
@@ -41,55 +40,44 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     with_optimizer: bool = True,
 ) -> None:
-    """Write a checkpoint, all ranks together. It appears under its name when it is complete, and not before.
+    """Write a checkpoint. It appears under its name when it is complete. Collective.
 
     Args:
         manager: whose model, and optimizer if it has one, are saved, with the random generators of all ranks.
-        directory: of the checkpoint, or a URL or place; one that is there is replaced.
-        step: optimizer steps done.
+        directory: of the checkpoint, or a URL or place; an existing checkpoint is replaced.
+        step: number of optimizer steps done.
         scheduler: of the learning rate.
         tokenizer: of Hugging Face, to be exported with the model.
-        extra: further values of JSON, the same on all ranks.
-        with_optimizer: False leaves the optimizer out.
+        extra: further JSON values, the same on all ranks.
+        with_optimizer: whether to save the optimizer.
 
     Raises:
-        CheckpointError: it could not be written (on all ranks); nothing has changed then.
+        CheckpointError: it could not be written; on all ranks. Nothing has changed then.
     """
     place = manager.mesh.world.together(lambda: place_of(directory))
     with own_group() as group:
-        Saving(
-            manager,
-            place,
-            group,
-            step=step,
-            scheduler=scheduler,
-            tokenizer=tokenizer,
-            extra=extra,
-            with_optimizer=with_optimizer,
-        ).write()
+        content = content_of(manager, group, step=step, scheduler=scheduler, extra=extra, with_optimizer=with_optimizer)
+        Saving(manager, place, group, content, tokenizer).write()
 
 
 class Checkpointer:
-    """Saves checkpoints of a run while it goes on; see [Note: asynchronous saving]. A context manager.
-
-    All ranks call its methods together.
+    """Saves checkpoints of a run; see [Note: asynchronous saving]. A context manager. All methods are collective.
 
     Args:
         manager: whose state is saved.
-        root: directory of the checkpoints, which are named by their steps; or a URL or place of them.
-        keep_last: how many to keep, whole ones of no later step than the one just saved; None keeps all.
-        keep_every: those of steps that are multiples of it are kept, too.
-        keep_best: so many are kept, too, of those with the lowest loss.
-        best_of: name of the set of which that loss is; see `evaluations` of `save`.
-        asynchronous: whether training goes on while one is written.
-        on_error: whether a checkpoint that cannot be written ends the training, or is told in a warning. Either way
-            those that were there are.
+        root: directory of the checkpoints, which are named by their steps; or a URL or place.
+        keep_last: number of valid checkpoints to keep, of no later step than the one just saved; None keeps all.
+        keep_every: keep also those of steps that are multiples of this.
+        keep_best: keep also this many with the lowest loss.
+        best_of: evaluation set of that loss; see `evaluations` of `save`.
+        asynchronous: whether training continues while a checkpoint is written.
+        on_error: whether a checkpoint that cannot be written ends the training, or is reported by a warning. Either way
+            the earlier ones stay as they are.
         tokenizer: of Hugging Face, to be exported with the model.
 
     Attributes:
-        root: its place.
-        saved: step of the last one that is on disk, of those that this has written; None: none is. After `wait`.
-        seconds: what the longest of those has taken from the begin of `save` until it was on disk; 0: none was written.
+        saved: step of the last checkpoint that is complete; None: none yet.
+        seconds: longest time from a call of `save` until its checkpoint was complete.
     """
 
     def __init__(
@@ -110,11 +98,8 @@ class Checkpointer:
         self.root = world.together(lambda: place_of(root))
         self._keep_last, self._keep_every = keep_last, keep_every
         self.keep_best, self.best_of = keep_best, best_of
-        self._asynchronous = asynchronous
-        self._on_error = on_error
-        self._tokenizer = tokenizer
-        self._group = new_group("gloo")
-        self._agreement = Agreement()
+        self._asynchronous, self._on_error, self._tokenizer = asynchronous, on_error, tokenizer
+        self._group, self._agreement = new_group("gloo"), Agreement()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self.saved: int | None = None
@@ -132,54 +117,49 @@ class Checkpointer:
         """Save the state after `step` steps; see `save_checkpoint`. Collective.
 
         Args:
-            evaluations: losses of this state by the names of sets; they go into `extra`.
+            evaluations: losses of this state by evaluation set; they become part of `extra`.
 
         Raises:
-            CheckpointError: this one, or the one before it, could not be written and `on_error` is "stop".
+            CheckpointError: this checkpoint, or the one before, could not be written and `on_error` is "stop".
         """
         self.wait()
         began = time.monotonic()
         try:
-            saving = Saving(
+            content = content_of(
                 self._manager,
-                self.place(step),
                 self._group,
                 step=step,
                 scheduler=scheduler,
-                tokenizer=self._tokenizer,
                 extra={**(extra or {}), EVALUATIONS: dict(evaluations or {})},
                 agreement=self._agreement,
             )
+            saving = Saving(self._manager, self.place(step), self._group, content, self._tokenizer)
         except CheckpointError as error:
-            self._tell(error)
+            self._report(error)
             return
         if not self._asynchronous:
             self._write(saving, step, began)
             self.wait()
             return
-        saving.detach()
+        content.detach()
         self._thread = threading.Thread(target=self._write, args=(saving, step, began), name="meshwright-checkpoint")
         self._thread.start()
 
     def place(self, step: int) -> Folder:
-        """Of the checkpoint of a step, which need not be there."""
+        """Return the place of the checkpoint of a step, which need not exist."""
         return self.root.at(step_name(step))
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk. Collective.
-
-        Raises:
-            CheckpointError: as of `save`.
-        """
+        """Wait until the last checkpoint is written. Collective. Raises as `save`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            self._tell(error)
+            self._report(error)
 
     def close(self) -> None:
-        """Wait, and end the process group. Collective."""
+        """Wait, and destroy the process group. Collective."""
         try:
             self.wait()
         finally:
@@ -191,7 +171,7 @@ class Checkpointer:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After an error the peers may never reach this point.
+        # After an error the other ranks may never get here.
         if error_type is None:
             self.close()
 
@@ -203,11 +183,11 @@ class Checkpointer:
         except CheckpointError as error:
             self._error = error
         except Exception as error:
-            # A peer that is gone.
-            self._error = CheckpointWriteError(f"a checkpoint failed: {told(error)}")
+            # Another rank is gone.
+            self._error = CheckpointWriteError(f"a checkpoint failed: {described(error)}")
 
     def _retained(self, step: int) -> CheckpointError | None:
-        """Remove what is no longer kept; why it could not be, on all ranks. Collective."""
+        """Remove older checkpoints; return the error, on all ranks. Collective."""
         box: list[CheckpointError | None] = [None]
         if self._manager.mesh.rank == 0:
             try:
@@ -220,11 +200,11 @@ class Checkpointer:
                     of_set=self.best_of,
                 )
             except (CheckpointError, OSError) as error:
-                box[0] = CheckpointWriteError(f"older checkpoints in {self.root} cannot be removed: {told(error)}")
+                box[0] = CheckpointWriteError(f"older checkpoints in {self.root} cannot be removed: {described(error)}")
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
-    def _tell(self, error: CheckpointError) -> None:
+    def _report(self, error: CheckpointError) -> None:
         if self._on_error == "stop":
             raise error
         if self._manager.mesh.rank == 0:

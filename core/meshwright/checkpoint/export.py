@@ -1,8 +1,7 @@
-"""Write the model of a checkpoint as a Hugging Face directory, in bounded memory, by one process or by many.
+"""Write the model of a checkpoint as a Hugging Face directory, in bounded memory, by one process or many.
 
-The files are what `save_pretrained` would write: safetensors with an index, in the format of published models, which
-transformers converts to the names and shapes of its modules when it loads. Each rank writes files of its own. A rank
-holds one file's tensors at a time. Of a checkpoint of adapters the first rank writes what peft would: see
+The files are those of `save_pretrained`: safetensors with an index, in the format of published models. Each rank writes
+files of its own, and holds the tensors of one file at a time. Adapters are written by the first rank: see
 `adapter_files`.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +28,9 @@ from ..tensors.state import TensorKind
 from .adapter_files import AdapterFiles, has_adapters
 from .loading import checked
 from .manifest import read_manifest, verify
-from .opening import place_of
 from .places import Where
-from .stored_model import StoredModel, model_on_meta
+from .remote import place_of
+from .stored_model import StoredModel, copy_files, first_names, model_on_meta
 
 LEAST_FILE_BYTES = 64_000_000
 """Ranks share the work in files of at least this size."""
@@ -40,12 +39,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass
 class _File:
-    """One file to be written.
-
-    Attributes:
-        groups: names of tensors, together where transformers converts them together.
-        sizes: bytes of what is written, by its name.
-    """
+    """A file to be written: names of tensors, in groups that transformers converts together, and sizes in bytes."""
 
     groups: list[list[str]] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -66,20 +60,20 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
 
-    It appears under its name when it is complete, and not before.
+    The directory appears under its name when it is complete.
 
     Args:
-        checkpoint: its directory, or another place that it lies in.
+        checkpoint: a path, a URL or a place.
         output: a directory that is missing or empty.
         dtype: of the weights; None: as they were saved.
-        max_shard_size: of a file, in bytes or as "5GB"; memory is bounded by it.
-        average: of the weights in their place, rounded to their dtype; see `meshwright.train.ema`.
-        world: ranks that share the work, and a file system; None: this process alone.
+        max_shard_size: of a file, in bytes or as "5GB"; it bounds the memory needed.
+        average: write the averages of the weights, rounded to their dtype; see `meshwright.train.ema`.
+        world: ranks that share the work and a file system; None: this process alone.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, has no configuration or no average, or is not of the model that
-            it names.
-        ConfigError: the output is in the way, or a size is none.
+        CheckpointError: the checkpoint is incomplete, has no configuration or no average, or is not of the model that
+            its configuration gives.
+        ConfigError: the output is not empty, or a size is invalid.
     """
     output = Path(output)
     rank, size = (world.rank, world.size) if world is not None else (0, 1)
@@ -96,15 +90,8 @@ def export_checkpoint(
         stored = StoredModel(place, manifest, average=average)
         if has_adapters(stored):
             return AdapterFiles(stored, dtype, model_on_meta(stored, adapted=True))
-        return Export(
-            model_on_meta(stored),
-            stored,
-            stored.described,
-            dtype,
-            as_bytes(max_shard_size),
-            ranks=size,
-            where=f"the checkpoint {place}",
-        )
+        limit, where = as_bytes(max_shard_size), f"the checkpoint {place}"
+        return Export(model_on_meta(stored), stored, stored.described, dtype, limit, ranks=size, where=where)
 
     export = plan() if world is None else world.together(plan)
     with written_whole(output, world) as writing:
@@ -118,20 +105,23 @@ def export_checkpoint(
 
 @contextmanager
 def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
-    """A directory to write into, which gets its name when the context is left, and not before. Collective."""
+    """Yield a directory that gets its name when the context is left without an error. Collective."""
+
+    def wait() -> None:
+        if world is not None:
+            world.reduce_ints([0])
+
     writing = output.resolve().with_name(f"{output.resolve().name}.writing")
     first = world is None or world.rank == 0
     if first:
-        # What an interrupted one has left.
+        # An interrupted export may have left it.
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-    if world is not None:
-        world.reduce_ints([0])
+    wait()
     yield writing
     if first:
         writing.rename(output.resolve())
-    if world is not None:
-        world.reduce_ints([0])
+    wait()
 
 
 class Tensors(Protocol):
@@ -142,20 +132,20 @@ class Tensors(Protocol):
         """Shape and dtype of each, by its name in the model."""
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """All of one, on the CPU, in this dtype."""
+        """Read a full tensor to the CPU, in this dtype."""
 
 
 class Export:
-    """What there is to be written of a whole model.
+    """A full model to be written.
 
     Args:
-        model: on the meta device, as it is written; its class gives names, shapes and ties.
+        model: on the meta device; its class gives names, shapes and ties.
         tensors: its values.
-        described: files to be copied: source and place in the directory.
+        described: files to be copied: path, and name in the directory.
         dtype: of the weights; None: as the tensors have it.
         limit: bytes of a file.
-        ranks: that share the files.
-        where: how to name the source of the tensors in errors.
+        ranks: number of ranks that share the files.
+        where: names the source of the tensors in errors.
     """
 
     def __init__(
@@ -175,17 +165,16 @@ class Export:
         self.files = self._planned(limit, ranks)
 
     def _sources(self) -> dict[str, str]:
-        """For each name that is written, the name under which the checkpoint has it.
+        """Map each name that is written to its name in the checkpoint.
 
-        A weight that the class ties, and that the checkpoint has under its own name, is not tied: files may have given
-        it values of its own, or code a parameter.
+        A weight that the class ties, but that the checkpoint has under its own name, is written on its own: files may
+        have given it other values, or code may have untied it.
         """
-        state = self._model.state_dict(keep_vars=True)
-        first = {id(value): name for name, value in reversed(state.items())}
-        tied, kinds = _tied(self._model), self._tensors.kinds
+        state, kinds = self._model.state_dict(keep_vars=True), self._tensors.kinds
+        tied = (getattr(self._model, "all_tied_weights_keys", None) or {}).keys()
         sources = {
-            name: name if name in kinds else first[id(value)]
-            for name, value in state.items()
+            name: name if name in kinds else first
+            for name, first in first_names(self._model).items()
             if name in kinds or (name not in tied and not is_left_out_of_files(self._model, name))
         }
         shapes = {name: kinds[source][0] for name, source in sources.items() if source in kinds}
@@ -212,12 +201,10 @@ class Export:
         return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files)}
 
     def _sizes(self, group: list[str]) -> dict[str, int]:
-        """Bytes of what a group becomes."""
-        made = to_saved_format(self._model, {name: self._empty(name) for name in group})
-        return {name: tensor.nbytes for name, tensor in made.items()}
-
-    def _empty(self, name: str) -> Tensor:
-        return torch.empty(self._tensors.kinds[self._source[name]][0], dtype=self._dtype_of(name), device="meta")
+        """Return the bytes of each tensor that a group is converted to."""
+        shapes = {name: self._tensors.kinds[self._source[name]][0] for name in group}
+        empty = {name: torch.empty(shapes[name], dtype=self._dtype_of(name), device="meta") for name in group}
+        return {name: tensor.nbytes for name, tensor in to_saved_format(self._model, empty).items()}
 
     def _dtype_of(self, name: str) -> torch.dtype:
         dtype = self._tensors.kinds[self._source[name]][1]
@@ -234,38 +221,25 @@ class Export:
 
     def describe(self, output: Path) -> None:
         """Write the index, the configuration, and the tokenizer."""
-        total = sum(file.nbytes for file in self.files.values())
         if len(self.files) > 1:
             index = {
-                "metadata": {"total_size": total},
+                "metadata": {"total_size": sum(file.nbytes for file in self.files.values())},
                 "weight_map": {name: path for path, file in self.files.items() for name in file.sizes},
             }
             (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         model: Any = self._model
         if model.can_generate():
             (output / GENERATION_CONFIG).write_bytes(generation_json(model.generation_config))
-        for source, name in self._described:
-            if name != "config.json":
-                (output / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, output / name)
+        copy_files([(source, name) for source, name in self._described if name != "config.json"], output)
         model.config.architectures = [type(model).__name__]
-        floating = {self._dtype_of(name) for name in self._source}
-        dtype = next((each for each in sorted(floating, key=str) if each.is_floating_point), torch.float32)
+        dtypes = sorted({self._dtype_of(name) for name in self._source}, key=str)
+        dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
         model.config.dtype = str(dtype).removeprefix("torch.")
         model.config.save_pretrained(output)
 
 
-def _tied(model: nn.Module) -> Set[str]:
-    """Names of the weights that a model's class and configuration tie to others."""
-    return (getattr(model, "all_tied_weights_keys", None) or {}).keys()
-
-
 def as_bytes(size: str | int) -> int:
-    """The number of bytes that "5GB" or 5000000000 means.
-
-    Raises:
-        ConfigError: it means none.
-    """
+    """Return the number of bytes that "5GB" or 5000000000 stands for. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", str(size).strip().upper())
     count = int(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
     if count < 1:
@@ -274,10 +248,6 @@ def as_bytes(size: str | int) -> int:
 
 
 def check_empty(output: Path) -> None:
-    """Refuse an output that is in the way.
-
-    Raises:
-        ConfigError: it holds something.
-    """
+    """Raise ConfigError if a directory exists and is not empty."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and not empty. Name another directory.")

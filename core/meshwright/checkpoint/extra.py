@@ -1,6 +1,6 @@
-"""What runs write into `Manifest.extra`, and the types of it.
+"""Types of the values that runs write into `Manifest.extra`.
 
-Scripts may save other values there; a checkpoint is of a run if it has an `identity`.
+Scripts may save other values there. A checkpoint belongs to a run if `extra` has an `identity`.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class _OfRun(_Part):
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """ValueError: a value that a run writes is of another type."""
+    """Raise ValueError if a value that a run writes has another type."""
     if "identity" in extra:
         _check(_OfRun, extra)
 
 
 def check_loop(state: object) -> None:
-    """The same for what `fit` remembers."""
+    """Raise ValueError if what `fit` remembers has another type."""
     _check(_Loop, state)
 
 

@@ -1,8 +1,8 @@
-"""Which tensors a checkpoint holds, and where the bytes of each of their rectangles lie.
+"""The index of a checkpoint: its tensors, and where the bytes of their pieces are.
 
-`index.json` is data alone: {"files": names, "tensors": {name: {"shape", "dtype", "pieces"}}}. The pieces of a tensor
-are one list of integers, which has for each rectangle of the whole: the number of its file, its first byte there, its
-offsets, its sizes. The bytes are those of the elements in row-major order, little-endian, with nothing between them.
+`index.json` is {"files": names, "tensors": {name: {"shape", "dtype", "pieces"}}}. The pieces of a tensor are one list
+of integers: for each rectangle its file number, its first byte, its offsets and its sizes. The bytes are those of the
+elements in row-major order, little-endian, without gaps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ..tensors.ownership import Rectangle
 from ..tensors.state import TensorKind
-from .manifest import PAYLOAD, broken
+from .manifest import PAYLOAD, Manifest, StoredFile, broken, read_verified
 from .places import Where
 
 INDEX = "index.json"
@@ -31,8 +31,7 @@ class StoredTensor:
     """A tensor in a checkpoint.
 
     Attributes:
-        shape: of the whole.
-        dtype: of its elements.
+        shape: of the full tensor.
         pieces: int64, (number of pieces, 2 + 2 x dims): file number, first byte, offsets, sizes.
     """
 
@@ -45,26 +44,22 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def meeting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[StoredPiece]:
-        """The stored rectangles that share elements with another."""
+        """Return the stored rectangles that share elements with another rectangle."""
         starts, lengths = self._rectangles()
         wanted = np.array(offsets, np.int64)
         first = np.maximum(starts, wanted)
         last = np.minimum(starts + lengths, wanted + np.array(sizes, np.int64))
         return [
-            StoredPiece(
-                int(self.pieces[row, 0]),
-                int(self.pieces[row, 1]),
-                tuple(starts[row].tolist()),
-                tuple(lengths[row].tolist()),
-            )
+            StoredPiece(int(file), int(begin), tuple(starts[row].tolist()), tuple(lengths[row].tolist()))
             for row in np.flatnonzero((first < last).all(axis=1))
+            for file, begin in [self.pieces[row, :2]]
         ]
 
     def problem(self, sizes: Sequence[int]) -> str | None:
-        """What is wrong with the pieces; None if they have each element of the tensor once, in files of so many bytes.
+        """Say what is wrong with the pieces; None if they hold each element of the tensor once, within the files.
 
         Args:
-            sizes: of the files, by number.
+            sizes: bytes of each file, by number.
         """
         starts, lengths = self._rectangles()
         if min(self.shape, default=0) < 0 or self.nbytes >= 1 << 62:
@@ -95,7 +90,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A rectangle of a tensor in a checkpoint: the number of its file, its first byte, its place in the whole."""
+    """A rectangle of a tensor in a checkpoint: its file number, its first byte, its offsets and sizes."""
 
     file: int
     begin: int
@@ -105,27 +100,26 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Index:
-    """All tensors of a checkpoint by name, and the names of the files that their pieces give the numbers of."""
+    """All tensors of a checkpoint by name, and the names of its files by number."""
 
     files: tuple[str, ...]
     tensors: dict[str, StoredTensor]
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Shape and dtype of each tensor."""
         return {name: (each.shape, each.dtype) for name, each in self.tensors.items()}
 
 
 def payload_name(rank: int) -> str:
-    """The file that holds what a rank has written."""
+    """Return the name of the file with the tensors that a rank writes."""
     return f"{PAYLOAD}{rank:05d}.bin"
 
 
 def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tuple[Sequence[int], str]]) -> bytes:
-    """The contents of `index.json`.
+    """Return the contents of `index.json`.
 
     Args:
-        owned: what each rank writes, in the order in which it does.
+        owned: the rectangles that each rank writes, in that order.
         kinds: shape and dtype of each tensor.
     """
     pieces: dict[str, list[int]] = {name: [] for name in kinds}
@@ -139,31 +133,42 @@ def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tupl
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def check_tensors(directory: Where, tensors: Mapping[str, StoredTensor], sizes: Sequence[int]) -> None:
-    """Refuse an index whose pieces are not parts of its tensors and files; see `StoredTensor.problem`.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
+def read_index(where: Where, manifest: Manifest) -> Index:
+    """Read the index of a checkpoint, and check that its pieces fit its tensors and files. Raises CheckpointError."""
+    try:
+        content = json.loads(read_verified(where, manifest, INDEX))
+        files = tuple(str(name) for name in content["files"])
+        tensors = {name: _parsed(each) for name, each in content["tensors"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise broken(where, f"{INDEX} is no index ({type(error).__name__}: {error})") from None
+    absent = StoredFile(0, "")
+    sizes = [manifest.files.get(name, absent).size for name in files]
     for name, each in tensors.items():
         problem = each.problem(sizes)
         if problem is not None:
-            raise broken(directory, f"{name} {problem}")
+            raise broken(where, f"{name} {problem}")
     nbytes = sum(each.nbytes for each in tensors.values())
     if nbytes > sum(sizes):
-        raise broken(directory, f"its tensors are said to have {nbytes} bytes, and its files have {sum(sizes)}")
+        raise broken(where, f"its tensors are said to have {nbytes} bytes, and its files have {sum(sizes)}")
+    return Index(files, tensors)
+
+
+def _parsed(content: Mapping[str, Any]) -> StoredTensor:
+    shape = torch.Size(content["shape"])
+    pieces = np.array(content["pieces"], np.int64).reshape(-1, 2 + 2 * len(shape))
+    return StoredTensor(shape, dtype_named(content["dtype"]), pieces)
 
 
 def _covers(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
-    """Whether rectangles within a whole, with as many elements in all, have each of its elements once.
+    """Return whether rectangles hold each element of a tensor once, given that they have as many elements as it has.
 
-    [Note: corners] Modulo 2, how many rectangles an element is in follows from their corners alone: a corner at which
-    an even number of them meet changes nothing. So if all corners but those of the whole occur an even number of times,
-    each element is in an odd number of rectangles; as there are no more elements than in the whole, in one.
+    [Note: corners] The parity of the number of rectangles at each element follows from their corners alone: corners
+    where an even number of rectangles meet cancel. If only the corners of the tensor remain, each element is in an odd
+    number of rectangles, and since they have no more elements than the tensor, in exactly one.
 
     Args:
         starts, lengths: int64, (number of rectangles, dims).
-        shape: of the whole, (dims).
+        shape: of the tensor, (dims).
     """
     dims = shape.size
     corners = np.array(np.meshgrid(*[(0, 1)] * dims, indexing="ij"), np.int64).reshape(dims, -1).T
@@ -174,16 +179,12 @@ def _covers(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it is written: "float32"."""
+    """Return the name that files use, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The reverse of `dtype_name`.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
+    """Return the dtype of a name that files use. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")

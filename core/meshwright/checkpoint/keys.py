@@ -1,9 +1,7 @@
-"""Signatures of checkpoints: who has the key can tell that one was written by who has it, and is as it was then.
+"""Signatures of checkpoints, which show who wrote a checkpoint and that it has not changed since.
 
-The manifest holds the checksums of all files, and one of itself; the signature is an HMAC-SHA256 of that one and of the
-format. So it covers every byte. The key itself is in no checkpoint, message or run file.
-
-This module imports no torch.
+The manifest holds checksums of all files and of itself. The signature is an HMAC-SHA256 of that checksum and of the
+format, so it covers every byte. The key is in no checkpoint, message or run file. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,15 +18,11 @@ LEAST_BYTES = 32
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A checkpoint is not signed, or not with the key that its place has."""
+    """A checkpoint is not signed, or not with the key of its place."""
 
 
 class Key:
-    """A secret; equal to another of the same bytes. Nothing prints it.
-
-    Args:
-        secret: at least 32 bytes.
-    """
+    """A secret of at least 32 bytes. It is never printed or sent."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -47,15 +41,14 @@ class Key:
 
     @property
     def fingerprint(self) -> int:
-        """A number below 2**62 by which ranks compare their keys, and that tells nothing of them."""
+        """A number below 2**62 by which ranks compare keys without revealing them."""
         return int.from_bytes(self._signed(b"meshwright key")[:8]) >> 2
 
     def signature(self, version: int, checksum: str) -> str:
-        """Of the manifest of a format that has a checksum."""
+        """Sign a manifest of this format and checksum."""
         return self._signed(f"meshwright checkpoint {version} {checksum}".encode()).hex()
 
     def has_signed(self, version: int, checksum: str, signature: str | None) -> bool:
-        """Whether a signature is one of this key."""
         own = self.signature(version, checksum)
         return isinstance(signature, str) and hmac.compare_digest(own.encode(), signature.encode())
 
@@ -64,13 +57,13 @@ class Key:
 
 
 def read_key(path: str | Path, *, where: str) -> Key:
-    """The key that a file holds: all of its bytes.
+    """Read the key that a file holds: all of its bytes.
 
     Args:
-        where: what names the file, such as "checkpoint.key_file".
+        where: what names the file in errors, such as "checkpoint.key_file".
 
     Raises:
-        ConfigError: it cannot be read, or is too short to be a secret.
+        ConfigError: the file cannot be read, or is too short for a secret.
     """
     try:
         secret = read_regular(Path(path).expanduser())

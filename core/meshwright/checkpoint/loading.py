@@ -17,41 +17,36 @@ from ..model.adapter_base import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind
+from .index import read_index
 from .manifest import Manifest, all_in, read_manifest, verify
-from .opening import is_url, place_of
-from .optimizer import read_optimizer
 from .payload import read_tensors
 from .places import Folder, Place, Where
-from .read_index import read_index
+from .remote import is_url, place_of
 from .schedule import load_schedule
-from .values import AVERAGES, MODEL, decoded, flat, random_to_load, set_random_state
+from .values import AVERAGES, MODEL, decoded, flat, random_to_load, read_optimizer, set_random_state
 
 
 def load_checkpoint(
-    manager: StrategyManager,
-    directory: Where,
-    *,
-    scheduler: LRScheduler | None = None,
-    keep_settings: bool = False,
+    manager: StrategyManager, directory: Where, *, scheduler: LRScheduler | None = None, keep_settings: bool = False
 ) -> Manifest:
-    """Load a checkpoint that any strategy on any mesh has saved, all ranks together.
+    """Load a checkpoint that any strategy on any mesh has saved. Collective.
 
     The optimizer's state is loaded if the manager has an optimizer, the random generators' if the mesh is the same.
 
     Args:
-        manager: with its model; in place.
+        manager: with its model; loaded in place.
         directory: of the checkpoint; a path, a URL or a place.
-        scheduler: of the learning rate; in place.
-        keep_settings: whether the optimizer's groups keep the settings that they were built with (rates, decay, ...),
-            so that only the state of each parameter is loaded. They may be other groups then.
+        scheduler: of the learning rate; loaded in place.
+        keep_settings: keep the settings of the optimizer's groups (rates, decay, ...) and load only the state of each
+            parameter. The groups may then differ from those saved.
 
     Returns:
-        What the checkpoint tells about itself.
+        The manifest of the checkpoint.
 
     Raises:
-        CheckpointError: it is not whole, or foreign, or not of this model, or lacks the averages that the manager
+        CheckpointError: the checkpoint is incomplete, foreign, of another model, or lacks the averages that the manager
             keeps; on all ranks, before anything is changed.
-        StrategyError: the optimizer is another; the same.
+        StrategyError: the optimizer is another; likewise.
     """
     world = manager.mesh.world
     directory = world.together(lambda: place_of(directory))
@@ -88,16 +83,16 @@ def newest_checkpoint(root: Folder, world: World) -> Folder | None: ...
 @overload
 def newest_checkpoint(root: str, world: World) -> Path | Folder | None: ...
 def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder | None:
-    """The newest whole checkpoint in a directory of them, None where there are none. Collective.
+    """Return the newest valid checkpoint in a directory, None if there are no checkpoints. Collective.
 
     Returns:
-        Its path if `root` is one, else its place.
+        Its path if `root` is a path, else its place.
 
     Warns:
-        UserWarning: on the first rank, of newer ones that are not whole.
+        UserWarning: on the first rank, of newer checkpoints that are incomplete.
 
     Raises:
-        CheckpointError: none of them is whole, or the newest that is not torn cannot be read, is foreign, or is of
+        CheckpointError: no checkpoint is valid, or the newest complete one cannot be read, is foreign, or is of
             another version of meshwright; on all ranks.
     """
     folder = world.together(lambda: place_of(root))
@@ -121,11 +116,7 @@ Checkpoint = TypeVar("Checkpoint", bound=Where)
 
 
 def first_whole(paths: Sequence[Checkpoint], world: World) -> tuple[Checkpoint | None, list[str]]:
-    """The first whole checkpoint of some, and what is wrong with those before it. Collective.
-
-    Raises:
-        CheckpointError: one before it is not torn, but cannot be loaded; on all ranks.
-    """
+    """Return the first valid checkpoint, and what is wrong with those before it. Collective. Raises CheckpointError."""
     torn = []
     for path in paths:
         try:
@@ -138,18 +129,14 @@ def first_whole(paths: Sequence[Checkpoint], world: World) -> tuple[Checkpoint |
 
 
 def checked(directory: Where, world: World) -> Manifest:
-    """The manifest of a checkpoint whose files are what they were; each rank checks a part of them.
-
-    Raises:
-        CheckpointError: it is not whole, or cannot be read.
-    """
+    """Read the manifest and verify the files; each rank verifies a part of them. Raises CheckpointError."""
     manifest = read_manifest(directory)
     verify(directory, manifest, list(manifest.files)[world.rank :: world.size])
     return manifest
 
 
 def _check_base(directory: Place, manifest: Manifest, known: FromBase | None) -> None:
-    """Raise on all ranks where the checkpoint is of adapters on another base than this model's."""
+    """Raise if the checkpoint is of adapters on another base than the model's."""
     saved = manifest.base
     if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
         return
@@ -169,11 +156,7 @@ def _check_model(
     may_lack: Collection[str],
     world: World,
 ) -> None:
-    """Raise on all ranks where the checkpoint is not of this model.
-
-    Args:
-        may_lack: names of what comes from the model's base.
-    """
+    """Raise on all ranks if the checkpoint is not of this model; it may lack what comes from the model's base."""
     error: str | None = None
     shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
     for name, sharded in model.items():
@@ -196,7 +179,7 @@ def _check_model(
 def _check_averages(
     directory: Place, averages: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
 ) -> None:
-    """Raise on all ranks where the checkpoint has not the averages of what is trained."""
+    """Raise on all ranks if the checkpoint lacks the averages of trained weights."""
     names = [name for name in averages if f"{AVERAGES}{name}" not in stored]
     has_any = any(name.startswith(AVERAGES) for name in stored)
     lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"

@@ -12,67 +12,56 @@ from typing import Any
 from ..base.errors import CheckpointError, TornCheckpointError
 from .extra import check_extra
 from .keys import ForeignCheckpointError, Key
-from .opening import place_of
 from .places import STEP, Folder, LocalFolder, Place, Where, steps_of
+from .remote import place_of
 
 MANIFEST = "checkpoint.json"
 SIGNATURE = "hmac_sha256"
-"""Where it has the signature, if it has one; see `keys`."""
+"""Key of the signature in the manifest, if there is one; see `keys`."""
 FORMAT, OF_ADAPTERS = 2, 3
-"""Of what is written: of whole models, and of adapters without their base."""
+"""Formats of full models, and of adapters without their base."""
 PAYLOAD = "tensors-"
-"""What the names of files begin with that hold tensors, and are read in part."""
+"""Prefix of the files that hold tensors, which are read in part."""
 CHUNK = 1 << 24
 """Bytes of a signed file that are verified together where it is read in part."""
+BESIDE = (".writing", ".replaced", ".deleting")
+"""Suffixes of checkpoints and models that are incomplete, or about to be removed."""
 _LARGEST = 1 << 28
 """Bytes of a manifest."""
 
 
+def beside(final: Path, what: str) -> Path:
+    return final.with_name(f"{final.name}.{what}")
+
+
 def step_name(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
     return root / step_name(step)
 
 
 def steps_in(root: Path) -> list[tuple[int, Path]]:
-    """Step and directory of each checkpoint in `root`, whole or not, the newest first.
-
-    Raises:
-        CheckpointError: `root` cannot be read.
-    """
-    return [(step, root / place.name) for step, place in _steps(LocalFolder(root))]
+    """List step and directory of each checkpoint in `root`, valid or not, the newest first. Raises CheckpointError."""
+    return [(int(place.name.rpartition("-")[2]), root / place.name) for place in all_in(LocalFolder(root))]
 
 
 def all_in(folder: Folder) -> list[Folder]:
-    """The checkpoints in a place, whole or not, the newest first.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    return [place for _, place in _steps(folder)]
+    """List the checkpoints in a folder, valid or not, the newest first. Raises CheckpointError."""
+    try:
+        return [place for _, place in steps_of(folder)]
+    except OSError as error:
+        raise unreadable(folder, error) from None
 
 
 def exists(place: Place) -> bool:
-    """Whether there is something in a place.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return whether a place exists. Raises CheckpointError if it cannot be read."""
     try:
         return place.sizes() is not None
     except OSError as error:
         raise unreadable(place, error) from None
-
-
-def _steps(folder: Folder) -> list[tuple[int, Folder]]:
-    try:
-        return steps_of(folder)
-    except OSError as error:
-        raise unreadable(folder, error) from None
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class StoredFile:
     """Size in bytes and SHA-256 of a file.
 
     Attributes:
-        chunks: SHA-256 of each `CHUNK` bytes, where it is signed and is read in part; see `signed_reading`.
+        chunks: SHA-256 of each `CHUNK` bytes, of signed files that are read in part; see `signed_reading`.
     """
 
     size: int
@@ -90,19 +79,17 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint tells about itself, without its tensors.
+    """What a checkpoint says about itself.
 
     Attributes:
-        step: optimizer steps done.
-        strategy, mesh, world_size: under which it was saved; `mesh` holds the degree of each axis.
+        step: number of optimizer steps done.
+        strategy, mesh, world_size: layout it was saved under; `mesh` maps each axis to its degree.
         versions: of python, torch, transformers and meshwright.
-        has_optimizer: whether the optimizer's state is in it.
         scheduler: state of the learning-rate schedule; None without one.
-        extra: what the caller has added; values of JSON.
+        extra: values of the caller, JSON.
         files: by name, relative to the checkpoint.
-        format: of the checkpoint.
         base: of a checkpoint that holds adapters alone: see `meshwright.model.adapter_base.Base`.
-        is_signed: whether it has a signature, which has been checked if the place that it was read from has a key.
+        is_signed: whether it has a signature, which was checked if the place it was read from has a key.
     """
 
     step: int
@@ -120,12 +107,12 @@ class Manifest:
 
 
 def read_manifest(where: Where) -> Manifest:
-    """Read a checkpoint's manifest, and check that its files are there and have their sizes.
+    """Read a checkpoint's manifest, and check that its files exist and have their sizes.
 
     Raises:
-        TornCheckpointError: it was never completed, or is no longer whole.
-        ForeignCheckpointError: it is not signed with the key that its place has.
-        CheckpointError: it is no directory, cannot be read, or is of another version of meshwright.
+        TornCheckpointError: the checkpoint was never completed, or is no longer complete.
+        ForeignCheckpointError: it is not signed with the key of its place.
+        CheckpointError: it does not exist, cannot be read, or is of another version of meshwright.
     """
     place = place_of(where)
     manifest, sizes = manifest_and_sizes(place)
@@ -137,7 +124,7 @@ def read_manifest(where: Where) -> Manifest:
 
 
 def manifest_and_sizes(place: Place) -> tuple[Manifest, dict[str, int]]:
-    """The manifest of a checkpoint, and bytes of the files that there are; raises as `read_manifest`."""
+    """Return the manifest, and the size of each file that exists. Raises as `read_manifest`."""
     try:
         sizes = place.sizes()
         if sizes is None:
@@ -158,7 +145,8 @@ def manifest_and_sizes(place: Place) -> tuple[Manifest, dict[str, int]]:
 def _parsed(place: Place, text: bytes) -> Manifest:
     try:
         content = json.loads(text.decode())
-        is_whole = text.decode() == text_of(content)
+        # A text that was altered differs from what is written, though it may mean the same.
+        is_as_written = text.decode() == text_of(content)
         version = content.pop("format")
         if version not in (FORMAT, OF_ADAPTERS):
             raise CheckpointError(
@@ -167,7 +155,7 @@ def _parsed(place: Place, text: bytes) -> Manifest:
             )
         signature = content.pop(SIGNATURE, None)
         checksum = content.pop("sha256")
-        if not is_whole or checksum != digest(content):
+        if not is_as_written or checksum != digest(content):
             raise ValueError("its checksum is another")
         files = {_plain_name(name): _stored(**each) for name, each in content.pop("files").items()}
         manifest = Manifest(**content, files=files, format=version, is_signed=signature is not None)
@@ -178,35 +166,27 @@ def _parsed(place: Place, text: bytes) -> Manifest:
         raise broken(place, f"{MANIFEST} was altered or cut off ({error})") from None
     key = place.access.key
     if key is not None and not key.has_signed(version, checksum, signature):
-        told = "is not signed" if signature is None else "is signed with another key"
+        reason = "is not signed" if signature is None else "is signed with another key"
         raise ForeignCheckpointError(
-            f"the checkpoint {place} {told}, and a key is given (checkpoint.key_file, or --key-file). Give the key "
+            f"the checkpoint {place} {reason}, and a key is given (checkpoint.key_file, or --key-file). Give the key "
             f"that it was signed with, or none if you trust it; or go on from another. It was neither changed nor "
             f"removed."
         )
-    _check_step(place, manifest)
-    return manifest
-
-
-def _check_step(place: Place, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose name is that of another step: one that was put in a newer one's place.
-
-    Raises:
-        CheckpointError: both steps are named.
-    """
+    # Somebody may have put an older checkpoint in the place of a newer one.
     named = STEP.fullmatch(place.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(
             f"the checkpoint {place} is of step {manifest.step}, and not of the step that it is called by. Give it its "
             f"own name, {step_name(manifest.step)}, if you have renamed it; else somebody has replaced it."
         )
+    return manifest
 
 
 def _check_types(manifest: Manifest) -> None:
-    """ValueError: a value is of another type than what is written."""
-    told = (manifest.mesh, manifest.versions, manifest.extra, manifest.scheduler or {}, manifest.base or {})
+    """Raise ValueError if a value has a type that is never written."""
+    mappings = (manifest.mesh, manifest.versions, manifest.extra, manifest.scheduler or {}, manifest.base or {})
     is_right = (
-        all(isinstance(each, dict) for each in told)
+        all(isinstance(each, dict) for each in mappings)
         and all(type(each) is int and 0 <= each < 1 << 62 for each in (manifest.step, manifest.world_size))
         and all(type(each) is int for each in manifest.mesh.values())
         and isinstance(manifest.strategy, str)
@@ -218,15 +198,21 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def _stored(size: int, sha256: str, chunks: Sequence[str] = ()) -> StoredFile:
-    """A file as the manifest has it. ValueError or TypeError: it has something else."""
     is_size = type(size) is int and 0 <= size < 1 << 62
     if not is_size or not isinstance(sha256, str) or not isinstance(chunks, list | tuple):
         raise ValueError("it has no size and checksum of a file")
     return StoredFile(size, sha256, tuple(chunks))
 
 
+def _plain_name(name: str) -> str:
+    path = PurePath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"it names {name!r}, which is not within it")
+    return name
+
+
 def wrong_size(manifest: Manifest, sizes: Mapping[str, int], name: str) -> str | None:
-    """What is wrong with a file of a checkpoint by its size; None if nothing is."""
+    """Say what is wrong with the size of a file; None if nothing is."""
     size, expected = sizes.get(name), manifest.files[name].size
     if size == expected:
         return None
@@ -234,29 +220,19 @@ def wrong_size(manifest: Manifest, sizes: Mapping[str, int], name: str) -> str |
 
 
 def verify(where: Where, manifest: Manifest, names: Sequence[str]) -> None:
-    """Compare checksums of some of a checkpoint's files.
-
-    Raises:
-        TornCheckpointError: a file was altered.
-        CheckpointError: a file cannot be read.
-    """
-    directory = place_of(where)
+    """Compare the checksums of some of a checkpoint's files. Raises TornCheckpointError or CheckpointError."""
+    place = place_of(where)
     for name in names:
         try:
-            stored = stored_in(directory, name)
+            stored = stored_in(place, name)
         except OSError as error:
-            raise unreadable(directory, error) from None
+            raise unreadable(place, error) from None
         if stored != manifest.files[name]:
-            raise changed(directory, name)
+            raise changed(place, name)
 
 
 def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
-    """The contents of one of a checkpoint's files, which are what was written.
-
-    Raises:
-        TornCheckpointError: the file was altered, or is none of the checkpoint.
-        CheckpointError: it cannot be read.
-    """
+    """Read one of a checkpoint's files, and compare its checksum. Raises TornCheckpointError or CheckpointError."""
     place = place_of(where)
     if name not in manifest.files:
         raise broken(place, f"{MANIFEST} names no {name}")
@@ -270,41 +246,31 @@ def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def broken(where: Where, reason: str) -> TornCheckpointError:
-    """The error for a checkpoint that is not what was written."""
-    place = place_of(where)
-    return TornCheckpointError(f"the checkpoint {place} is not whole: {reason}.{place.hint()}")
-
-
-def unreadable(where: Where, error: OSError) -> CheckpointError:
-    """Not torn: it may be whole once the file system is well again."""
-    return CheckpointError(
-        f"{where} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."
-    )
-
-
-def changed(place: Place, name: str) -> TornCheckpointError:
-    """The error for a file that is not what was written."""
-    return broken(place, f"the contents of {name} have changed since it was written")
-
-
-def _plain_name(name: str) -> str:
-    """A name of a file within the checkpoint."""
-    path = PurePath(name)
-    if not path.parts or path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"it names {name!r}, which is not within it")
-    return name
-
-
 def stored_in(place: Place, name: str) -> StoredFile:
-    """Size and checksum of a file as it is. OSError: it cannot be read."""
+    """Compute size and checksum of a file as it is. Raises OSError."""
     with place.open(name) as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         return StoredFile(file.tell(), checksum)
 
 
+def broken(where: Where, reason: str) -> TornCheckpointError:
+    place = place_of(where)
+    return TornCheckpointError(f"the checkpoint {place} is not whole: {reason}.{place.hint()}")
+
+
+def changed(place: Place, name: str) -> TornCheckpointError:
+    return broken(place, f"the contents of {name} have changed since it was written")
+
+
+def unreadable(where: Where, error: OSError) -> CheckpointError:
+    # Not a TornCheckpointError: the checkpoint may be complete once the file system works again.
+    return CheckpointError(
+        f"{where} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."
+    )
+
+
 def sealed(manifest: Manifest, key: Key | None) -> str:
-    """A manifest as it is written, with its checksum and, if there is a key, a signature."""
+    """Return the text of a manifest, with its checksum and, if there is a key, a signature."""
     content = asdict(manifest)
     version = content.pop("format")
     del content["is_signed"]
@@ -319,17 +285,8 @@ def sealed(manifest: Manifest, key: Key | None) -> str:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """A manifest as it is written; what was altered in any way is no such text, though it may mean the same."""
     return json.dumps(content, indent=1) + "\n"
 
 
 def digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-BESIDE = (".writing", ".replaced", ".deleting")
-"""What names of checkpoints and models end in that are not complete, or on their way out."""
-
-
-def beside(final: Path, what: str) -> Path:
-    return final.with_name(f"{final.name}.{what}")

@@ -1,21 +1,20 @@
-"""Merge adapters into their base: a whole model, written in bounded memory.
+"""Merge an adapter into its base: write a full model, in bounded memory.
 
-Layers are merged as `model.merge` merges those of a model that trains, so that the weights are those of
-`merge_and_unload`, to the bit. But of the adapted model one layer at a time has values: those of its base are read from
-the base's files, those of the adapter from the checkpoint, or from the directory of an adapter.
+Layers are merged as by `model.merge`, so that the weights are those of `merge_and_unload`, bit for bit. But one layer
+at a time is in memory: tensors of the base are read from its files, those of the adapter from the checkpoint or the
+adapter's directory.
 
 [Note: tied weights] Where an adapter changes one of two tied weights, both are written, and the configuration says that
-they are not tied. So the merged model computes what the adapted one has computed. `merge_and_unload` adds the change to
-both.
+they are not tied, so that the merged model computes what the adapted one did. `merge_and_unload` changes both.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +34,12 @@ from ..tensors.state import TensorKind
 from .adapter_files import adapter_configs_of, check_tensors_of, has_adapters
 from .export import Export, as_bytes, check_empty, written_whole
 from .manifest import read_manifest, verify
-from .opening import place_of
 from .places import LocalFolder, Place, Where
-from .stored_model import StoredModel, model_on_meta
+from .remote import place_of
+from .stored_model import StoredModel, first_names, model_on_meta
+
+Values = Mapping[str, Callable[[], Tensor]]
+"""Reads the tensors of an adapter's source, by their names in the adapted model."""
 
 
 def merge_adapter(
@@ -49,28 +51,28 @@ def merge_adapter(
     max_shard_size: str | int = "5GB",
     average: bool = False,
 ) -> None:
-    """Write the model that an adapter and its base make, as a Hugging Face directory, with one process.
+    """Write an adapter merged into its base as a Hugging Face directory, with one process.
 
-    It appears under its name when it is complete, and not before.
+    The directory appears under its name when it is complete.
 
     Args:
         source: a checkpoint of adapters, or the directory of one adapter.
         output: a directory that is missing or empty.
-        base: where the base is, if not where it was in training.
-        dtype: of the base before it is merged, and so of the model; None: as the base was trained on.
+        base: directory of the base, if it is not where it was in training.
+        dtype: of the base before merging, and of the model; None: as in training.
         max_shard_size, average: as of `export_checkpoint`; an adapter's directory has no average.
 
     Raises:
-        CheckpointError: the source is not whole, or has no adapter.
-        ModelError: the base is missing, or another.
-        ConfigError: the output is in the way, or a size is none.
+        CheckpointError: the source is incomplete, or has no adapter.
+        ModelError: the base is missing, or is another.
+        ConfigError: the output is not empty, or a size is invalid.
     """
     place, output = place_of(source), Path(output)
     check_empty(output)
     limit = as_bytes(max_shard_size)
     merged, described = _opened(place, base, dtype, average=average)
     where = f"the base of {source}"
-    export = Export(merged.whole, merged, described, None, limit, ranks=1, where=where)
+    export = Export(merged.full, merged, described, None, limit, ranks=1, where=where)
     with written_whole(output) as writing:
         for name in export.files:
             export.write(name, writing / name)
@@ -81,32 +83,11 @@ def merge_adapter(
             (writing / name).write_bytes(content)
 
 
-Values = Mapping[str, Callable[[], Tensor]]
-"""What an adapter's source has, by the names of the adapted model."""
+class BaseWeights(NamedTuple):
+    """Full weights of a base, by their names: whether there is one, and a new tensor with its values."""
 
-
-class StoredBase:
-    """The weights of a base that a checkpoint holds together with its adapters."""
-
-    def __init__(self, stored: StoredModel) -> None:
-        self._stored, self._names = stored, {base_name(name): name for name in stored.kinds}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the embedding, or what else comes first."""
-        return next(dtype for _, dtype in self._stored.kinds.values() if dtype.is_floating_point)
-
-    def shape(self, name: str) -> torch.Size:
-        """Of a whole weight."""
-        return torch.Size(self._stored.kinds[self._names[name]][0])
-
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of a weight."""
-        whole = self._stored.read(self._names[name])
-        return whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+    has: Callable[[str], bool]
+    read: Callable[[str], Tensor]
 
 
 class Merged:
@@ -115,39 +96,35 @@ class Merged:
     Args:
         model, weights: of the base, on the meta device.
         config: of the adapter.
-        values: reads what the adapter's source has, by the names of the adapted model.
+        values: returns the tensors of the adapter's source for the adapted model.
 
     Attributes:
-        whole: the model as it is to be written.
+        full: the model as it is to be written.
         kinds: shape and dtype of each tensor.
-        files: of the base, beside its weights.
+        files: of the base, besides its weights.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        weights: PretrainedWeights | StoredBase,
-        config: Any,
-        values: Callable[[nn.Module], Values],
+        self, model: nn.Module, weights: BaseWeights, config: Any, values: Callable[[nn.Module], Values]
     ) -> None:
-        self.whole, self._weights = copy.deepcopy(model), weights
+        self.full, self._weights = copy.deepcopy(model), weights
         self.files = kept_files(model)
         self._adapted = adapted_on_meta(model, {"default": config})
         self._values = values(self._adapted)
         for name, _ in self._adapted.named_parameters():
-            if name not in self._values and base_name(name) not in weights:
+            if name not in self._values and not weights.has(base_name(name)):
                 raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
         copies = active_copies(self._adapted)
-        # Of each tensor of the base: its name in the adapted model, or that of the trained copy in its place.
+        # Maps tensors of the base to their names in the adapted model, or to the trained copy in their place.
         self._names = {base_name(name): name for name in self._adapted.state_dict() if copies.get(name, True)}
-        # The wrapper that changes it.
+        # Maps tensors of the base to the wrapper that changes them.
         self._wrapper = {
             base_name(name): path
             for path, layer in wrappers(self._adapted, outermost=True)
             for name in (f"{path}.{each}" for each in layer.state_dict())
-            if base_name(name) in weights
+            if weights.has(base_name(name))
         }
-        # Heads that merging leaves tied to the embedding are read as the embedding.
+        # Heads that stay tied to the embedding are read as the embedding.
         self._alike = {
             f"{base_name(head)}.weight": f"{base_name(embedding)}.weight"
             for head, embedding in merged_alike(self._adapted).items()
@@ -155,13 +132,11 @@ class Merged:
         self._changed = self._wrapper.keys() | {base_name(name) for name in copies}
         self._last: tuple[str, dict[str, Tensor]] | None = None
         self._untie_what_differs()
-        state = self.whole.state_dict(keep_vars=True)
-        # Each once, by the first of its names, as a checkpoint has it.
-        first = {id(value): name for name, value in reversed(state.items())}
-        self.kinds: dict[str, TensorKind] = {name: (state[name].shape, state[name].dtype) for name in first.values()}
+        state = self.full.state_dict(keep_vars=True)
+        firsts = dict.fromkeys(first_names(self.full).values())
+        self.kinds: dict[str, TensorKind] = {name: (state[name].shape, state[name].dtype) for name in firsts}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """All of a tensor of the merged model, in the dtype of the base."""
         name = self._alike.get(name, name)
         path = self._wrapper.get(name)
         if path is None:
@@ -172,56 +147,49 @@ class Merged:
         return self._last[1][name].to(dtype)
 
     def _merged(self, path: str) -> dict[str, Tensor]:
-        """The tensors of one layer of the base, with what the adapter makes of them."""
+        """Return the tensors of one layer of the base after merging."""
         layer = self._adapted.get_submodule(path)
         values = {name: self._before(name) for name in (f"{path}.{each}" for each in layer.state_dict())}
         merged = merged_layer(layer, path, values).state_dict()
         return {f"{base_name(path)}.{name}": tensor for name, tensor in merged.items()}
 
     def _before(self, name: str) -> Tensor:
-        """A tensor of the adapted model, before merging."""
+        """Return a tensor of the adapted model, before merging."""
         if name in self._values:
             return self._values[name]()
-        below = base_name(name)
-        shape = self._weights.shape(below)
-        # What is merged is changed in place, and files are mapped.
-        return self._weights.read(below, [0] * len(shape), list(shape)).clone()
+        return self._weights.read(base_name(name))
 
     def _untie_what_differs(self) -> None:
         """See [Note: tied weights]."""
-        state = self.whole.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        for name, value in state.items():
-            other = first.setdefault(id(value), name)
+        state = self.full.state_dict(keep_vars=True)
+        for name, other in first_names(self.full).items():
             if other == name or not {name, other} & self._changed:
                 continue
-            if not torch.equal(self.read(name, value.dtype), self.read(other, value.dtype)):
+            dtype = state[name].dtype
+            if not torch.equal(self.read(name, dtype), self.read(other, dtype)):
                 self._untie(name, other)
                 return
 
     def _untie(self, *names: str) -> None:
-        config = copy.deepcopy(self.whole.config)
+        config = copy.deepcopy(self.full.config)
         set_tied(config, False)
-        dtype = next(self.whole.parameters()).dtype
+        dtype = next(self.full.parameters()).dtype
         with torch.device("meta"):
-            whole = type(self.whole)(config).to(dtype)
-        state = whole.state_dict(keep_vars=True)
+            full = type(self.full)(config).to(dtype)
+        state = full.state_dict(keep_vars=True)
         if len({id(state[name]) for name in names}) < len(names):
             raise CheckpointError(
-                f"{' and '.join(names)} are tied in {type(whole).__name__} whatever its configuration says, and the "
+                f"{' and '.join(names)} are tied in {type(full).__name__} whatever its configuration says, and the "
                 f"adapter changes one of them: the merged model cannot be written. Use the adapter over its base."
             )
-        whole.generation_config = getattr(self.whole, "generation_config", None)
-        self.whole = whole
-
-
-# -- where an adapter comes from
+        full.generation_config = getattr(self.full, "generation_config", None)
+        self.full = full
 
 
 def _opened(
     source: Place, base: str | Path | None, dtype: torch.dtype | None, *, average: bool
 ) -> tuple[Merged, list[tuple[Path, str]]]:
-    """The merged model of a source, and what describes it beside the base's configuration."""
+    """Return the merged model of a source, and the files that describe it besides the base's configuration."""
     if isinstance(source, LocalFolder) and (source.path / ADAPTER_CONFIG).is_file():
         if average:
             raise ConfigError(f"{source} is the directory of an adapter, which has no average. Give a checkpoint.")
@@ -237,21 +205,21 @@ def _opened(
             f"the checkpoint {source} holds the adapters {', '.join(sorted(configs))}, and which of them are to be "
             f"merged, it does not say. Export it, and merge them with peft."
         )
-    model: nn.Module
-    weights: PretrainedWeights | StoredBase
     if manifest.base is None:
-        model, weights = model_on_meta(stored, adapted=True), StoredBase(stored)
-        model.to(dtype or weights.dtype)
+        names = {base_name(name): name for name in stored.kinds}
+        weights = BaseWeights(names.__contains__, lambda name: stored.read(names[name]))
+        model = model_on_meta(stored, adapted=True)
+        # That of the embedding, or what else comes first.
+        model.to(dtype or next(kind for _, kind in stored.kinds.values() if kind.is_floating_point))
     else:
         directory = _base_directory(Base(**manifest.base), base)
         config = config_from_directory(stored.directory, {}, with_weights=False)
-        model, weights = open_pretrained(directory, config, dtype=dtype)
+        model, pretrained = open_pretrained(directory, config, dtype=dtype)
+        weights = _weights_of(pretrained)
 
     def values(adapted: nn.Module) -> Values:
         check_tensors_of(adapted, stored)
-        state = adapted.state_dict(keep_vars=True)
-        first = {id(value): name for name, value in reversed(state.items())}
-        own = {name: first[id(value)] for name, value in state.items() if first[id(value)] in stored.kinds}
+        own = {name: first for name, first in first_names(adapted).items() if first in stored.kinds}
         return {name: partial(stored.read, kept) for name, kept in own.items()}
 
     described = [each for each in stored.described if each[1].rpartition("/")[2] != ADAPTER_CONFIG]
@@ -267,24 +235,28 @@ def _of_directory(source: Path, base: str | Path | None, dtype: torch.dtype | No
         if not named:
             raise ModelError(f"{source} names no base. Give it: --base DIR.")
         directory = find_directory(str(named), revision=config.revision if base is None else None)
-    model, weights = open_pretrained(directory, config_from_directory(directory, {}), dtype=dtype)
+    model, pretrained = open_pretrained(directory, config_from_directory(directory, {}), dtype=dtype)
+
+    def read(tensor: Source) -> Tensor:
+        return tensor.read([0] * len(tensor.shape), list(tensor.shape)).clone()
 
     def values(adapted: nn.Module) -> Values:
-        return {name: partial(_whole, each) for name, each in files_of(source, adapted).items()}
+        return {name: partial(read, each) for name, each in files_of(source, adapted).items()}
 
-    return Merged(model, weights, config, values), tokenizer_files(source)
+    return Merged(model, _weights_of(pretrained), config, values), tokenizer_files(source)
 
 
-def _whole(source: Source) -> Tensor:
-    return source.read([0] * len(source.shape), list(source.shape)).clone()
+def _weights_of(pretrained: PretrainedWeights) -> BaseWeights:
+    def read(name: str) -> Tensor:
+        shape = pretrained.shape(name)
+        # Files are mapped, and merging changes tensors in place.
+        return pretrained.read(name, [0] * len(shape), list(shape)).clone()
+
+    return BaseWeights(lambda name: name in pretrained, read)
 
 
 def _base_directory(noted: Base, given: str | Path | None) -> Path:
-    """Where the base is.
-
-    Raises:
-        ModelError: it is not there, or another is.
-    """
+    """Find the base. Raises ModelError if it is missing, or is another."""
     try:
         directory = find_directory(str(given or noted.path), revision=None if given else noted.revision)
     except ModelError as error:

@@ -1,7 +1,4 @@
-"""The bytes of a checkpoint's tensors: written one after the other, and read into whatever pieces are asked for.
-
-See `meshwright.checkpoint.index` for where they lie. Nothing but the elements themselves is in these files.
-"""
+"""The bytes of a checkpoint's tensors: written in sequence, and read into any pieces. See `index` for their layout."""
 
 from __future__ import annotations
 
@@ -19,30 +16,23 @@ from ..tensors.pieces import Piece, Sharded
 from .drafts import Draft
 from .index import Index, StoredPiece
 from .manifest import Manifest, StoredFile
-from .opening import place_of
 from .places import Place, Where
+from .remote import place_of
 from .signed_reading import open_verified
 
 
 def write_tensors(draft: Draft, name: str, tensors: Sequence[Tensor]) -> StoredFile:
-    """Write tensors into a file of a checkpoint, and have it stored.
-
-    Raises:
-        OSError: the disk does not take it.
-    """
+    """Write tensors into a file of a checkpoint, which is stored when this returns. Raises OSError."""
     return draft.write(name, lambda: (_bytes_of(each.detach().to("cpu").contiguous()) for each in tensors))
 
 
 def read_tensors(where: Where, manifest: Manifest, index: Index, tensors: Mapping[str, Sharded]) -> None:
-    """Fill this rank's pieces of tensors from a checkpoint. No communication.
+    """Fill this rank's pieces of tensors from a checkpoint, converting dtypes. No communication.
 
     Args:
-        where: the checkpoint.
-        manifest, index: of it.
-        tensors: by name; their shapes are those of the index. Other dtypes are converted to.
+        tensors: by name; their shapes are those of the index.
 
-    Raises:
-        CheckpointError: it lacks elements, or a file cannot be read.
+    Raises CheckpointError if elements are missing, or a file cannot be read.
     """
     place = place_of(where)
     parts = [part for name, sharded in tensors.items() for part in _parts(place, index, name, sharded)]
@@ -58,7 +48,7 @@ def read_tensors(where: Where, manifest: Manifest, index: Index, tensors: Mappin
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What one stored rectangle and one piece have in common: `sizes` elements at `offsets` of the whole."""
+    """The intersection of a stored rectangle and a piece: `sizes` elements at `offsets` of the full tensor."""
 
     stored: StoredPiece
     dtype: torch.dtype
@@ -67,34 +57,26 @@ class _Part:
     sizes: tuple[int, ...]
 
     def read(self, file: BinaryIO) -> None:
-        """Read the rows that the part touches, straight into the piece where they lie there as they do in the file."""
+        """Read the rows that hold the part; straight into the piece where both have the same layout."""
         shape = (self.sizes[0], *self.stored.sizes[1:]) if self.sizes else ()
         row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
         first = self.offsets[0] - self.stored.offsets[0] if self.sizes else 0
         file.seek(self.stored.begin + first * row)
-        target = self._target()
+        target = self.piece.tensor[self._slices(self.piece.offsets)]
         alike = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         if alike and shape == self.sizes:
             _fill(file, target)
             return
         rows = torch.empty(shape, dtype=self.dtype)
         _fill(file, rows)
-        columns = (slice(a - b, a - b + n) for a, b, n in self._against(self.stored.offsets))
-        target.copy_(rows[(slice(None), *list(columns)[1:])] if shape else rows)
+        target.copy_(rows[(slice(None), *self._slices(self.stored.offsets)[1:])] if shape else rows)
 
-    def _target(self) -> Tensor:
-        return self.piece.tensor[tuple(slice(a - b, a - b + n) for a, b, n in self._against(self.piece.offsets))]
-
-    def _against(self, offsets: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
-        return zip(self.offsets, offsets, self.sizes, strict=True)
+    def _slices(self, origin: Iterable[int]) -> tuple[slice, ...]:
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, origin, self.sizes, strict=True))
 
 
 def _parts(place: Place, index: Index, name: str, sharded: Sharded) -> list[_Part]:
-    """What is to be read for a tensor.
-
-    Raises:
-        CheckpointError: elements are missing.
-    """
+    """List what to read for a tensor. Raises CheckpointError if elements are missing."""
     stored, found = index.tensors[name], []
     for piece in sharded.pieces:
         missing = piece.tensor.numel()
@@ -113,7 +95,7 @@ def _parts(place: Place, index: Index, name: str, sharded: Sharded) -> list[_Par
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

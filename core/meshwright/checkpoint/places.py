@@ -1,9 +1,8 @@
-"""Where a checkpoint lies, and how it is reached: all that reading one needs.
+"""Storage of checkpoints: directories, URLs, and whatever else can list and open files.
 
-[Note: places] A place has files by name: which there are and how large, and the bytes of each, in a file that can be
-sought in. Manifest, index, tensors, export and verification need nothing else of it, so that they do not know whether a
-checkpoint lies in a directory, behind a URL, or in memory. A `Folder` is a place that may hold others, by name; who
-writes into one is in `drafts`. See docs/decisions/0027-places-of-checkpoints.md.
+[Note: places] A `Place` lists its files with their sizes and opens them. Reading, verifying and exporting a checkpoint
+need no more, so that they work alike for directories, object stores and memory. A `Folder` is a place that holds other
+places and can be written to. See docs/decisions/0027-places-of-checkpoints.md.
 
 This module imports no torch.
 """
@@ -17,7 +16,8 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
@@ -29,24 +29,24 @@ from .keys import Key
 T = TypeVar("T")
 
 STEP = re.compile(r"step-(\d+)")
-"""The name of a checkpoint of a run."""
+"""Name of a run's checkpoint."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+# Errors that may be temporary. A full or read-only disk is not among them.
 _TRANSIENT = frozenset(
     {
         *(errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EINTR),
         *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH),
     }
 )
-"""Of errors that may be gone a moment later. A full disk, or one that may not be written to, stays so."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How places are reached.
+    """How to reach places.
 
     Attributes:
-        key: that checkpoints are signed with, and must be; None: signatures are neither made nor looked at.
-        retries: attempts after the first, where an error may be gone a moment later.
+        key: signs manifests, and must have signed those that are read; None: signatures are neither made nor checked.
+        retries: attempts after the first one that fails with a temporary error.
     """
 
     key: Key | None = None
@@ -57,44 +57,48 @@ DEFAULT = Access()
 
 
 class Place(Protocol):
-    """A checkpoint that can be read; as a string it is what people call it. See [Note: places]."""
+    """A checkpoint that can be read. `str()` gives the name that messages use. See [Note: places]."""
 
     @property
     def name(self) -> str:
-        """The last part of what it is called, such as "step-00000100"."""
+        """Last part of the name, such as "step-00000100"."""
 
     @property
-    def access(self) -> Access:
-        """How it is reached."""
+    def access(self) -> Access: ...
 
     def sizes(self) -> dict[str, int] | None:
-        """Bytes of each file by its name, with slashes; None: there is no such place. OSError: it cannot be read."""
+        """Size in bytes of each file, by its name with slashes; None if the place does not exist. Raises OSError."""
 
     def open(self, name: str) -> BinaryIO:
-        """A file, to be read: `seek`, `read` and `readinto`. OSError: it cannot be."""
+        """Open a file for `seek`, `read` and `readinto`. Raises OSError."""
 
     def hint(self) -> str:
-        """What else is known that helps whoever finds it broken: sentences after a blank, or nothing."""
+        """Return sentences, after a space, that help a user who finds the checkpoint broken; or ""."""
 
 
 class Folder(Place, Protocol):
-    """A place that may hold others."""
+    """A place that can hold other places, and be written to."""
 
     def at(self, name: str) -> Folder:
-        """The place of a name in it, which need not exist."""
+        """Return the place of this name inside; it need not exist."""
 
     def names(self) -> list[str]:
-        """Of the places in it; none where it does not exist. OSError: it cannot be read."""
+        """List the places inside; empty if this one does not exist. Raises OSError."""
 
     @property
-    def parent(self) -> Folder:
-        """What it lies in."""
+    def parent(self) -> Folder: ...
 
     def is_same(self, other: Place) -> bool:
-        """Whether another name is one of this place."""
+        """Return whether both names stand for one place."""
+
+    def put(self, name: str, parts: Iterable[Any]) -> None:
+        """Write a file from its parts, which is stored when this returns. Raises OSError."""
+
+    def move(self, to: Any) -> None:
+        """Move this checkpoint to another place of the same kind. Raises OSError."""
 
     def remove(self) -> None:
-        """Remove a checkpoint, so that no part of it is ever seen under its name. OSError: it cannot be."""
+        """Remove this checkpoint; no part of it stays visible under its name. Raises OSError."""
 
 
 @dataclass(frozen=True)
@@ -122,28 +126,45 @@ class LocalFolder:
         return isinstance(other, LocalFolder) and self.path.resolve() == other.path.resolve()
 
     def names(self) -> list[str]:
-        return retried(self._names, self.access, f"reading {self}")
+        def names() -> list[str]:
+            return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
 
-    def _names(self) -> list[str]:
-        return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
+        return retried(names, self.access, f"reading {self}")
 
     def sizes(self) -> dict[str, int] | None:
-        return retried(self._sizes, self.access, f"reading {self}")
+        def sizes() -> dict[str, int] | None:
+            if not self.path.is_dir():
+                return None
+            # Links to directories may form a cycle; links to files, as in the hub's cache, cannot.
+            walked = os.walk(self.path, onerror=_raise)
+            paths = [Path(directory, name) for directory, _, names in walked for name in names]
+            return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
-    def _sizes(self) -> dict[str, int] | None:
-        if not self.path.is_dir():
-            return None
-        found = {}
-        # Links to directories may lead in a circle; those to files, as in the hub's cache, cannot.
-        for directory, _, names in os.walk(self.path, onerror=_raise):
-            for path in (Path(directory, name) for name in names):
-                if path.is_file():
-                    found[path.relative_to(self.path).as_posix()] = path.stat().st_size
-        return found
+        return retried(sizes, self.access, f"reading {self}")
 
     def open(self, name: str) -> BinaryIO:
         path = self.path / name
         return steady(lambda: open_regular(path, buffering=0), self.access, str(path))
+
+    def hint(self) -> str:
+        former, hint = self.path.with_name(f"{self.name}.replaced"), ""
+        if former.is_dir() and not self.path.exists():
+            hint = f" A save over it was interrupted: its former contents are {former.name}."
+        return hint + others_of(self)
+
+    def put(self, name: str, parts: Iterable[Any]) -> None:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def move(self, to: LocalFolder) -> None:
+        to.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.rename(to.path)
+        sync(self.path.parent)
 
     def remove(self) -> None:
         doomed = self.path.with_name(f"{self.name}.deleting")
@@ -151,30 +172,24 @@ class LocalFolder:
         self.path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def hint(self) -> str:
-        former, told = self.path.with_name(f"{self.name}.replaced"), ""
-        if former.is_dir() and not self.path.exists():
-            told = f" A save over it was interrupted: its former contents are {former.name}."
-        return told + others_of(self)
-
 
 Where: TypeAlias = str | Path | Place
-"""What a checkpoint is named by: a path, a URL, or a place that was found before."""
+"""What names a checkpoint: a path, a URL, or a place."""
 
 
 def steps_of(folder: Folder) -> list[tuple[int, Folder]]:
-    """Step and place of each checkpoint in a folder, whole or not, the newest first. OSError: it cannot be read."""
+    """List step and place of the checkpoints in a folder, valid or not, the newest first. Raises OSError."""
     found = [(int(match[1]), folder.at(name)) for name in folder.names() if (match := STEP.fullmatch(name))]
     return sorted(found, key=lambda each: (each[0], each[1].name), reverse=True)
 
 
 def path_or_url(place: Place) -> Path | str:
-    """What it is called: a path where it is a directory."""
+    """Return the path of a directory, and the name of any other place."""
     return place.path if isinstance(place, LocalFolder) else str(place)
 
 
 def others_of(folder: Folder) -> str:
-    """Which checkpoints lie beside one, for the end of a message."""
+    """Name the checkpoints next to this one, for the end of a message."""
     try:
         names = [place.name for _, place in steps_of(folder.parent) if place.name != folder.name]
     except OSError:
@@ -182,17 +197,13 @@ def others_of(folder: Folder) -> str:
     return f" Others beside it: {', '.join(names[:5])}." if names else ""
 
 
-# -- trying again
-
-
 def retried(work: Callable[[], T], access: Access, what: str) -> T:
-    """Do something that may be done again, and do so where it meets an error that may be gone a moment later.
+    """Call `work`, and call it again after a temporary error, up to `access.retries` times.
 
     Args:
-        what: is done, for the warning that tells of it.
+        what: what is done, for the warnings.
 
-    Raises:
-        OSError: as the last attempt.
+    Raises the OSError of the last attempt.
     """
     for attempt in range(access.retries):
         try:
@@ -200,34 +211,24 @@ def retried(work: Callable[[], T], access: Access, what: str) -> T:
         except OSError as error:
             if not is_transient(error):
                 raise
-            # Ranks that were disturbed together come again one after the other; the generators of training stay as
-            # they are.
+            # Random, so that ranks do not come back together; not by the generators of training.
             longest = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
             wait_s = longest * random.SystemRandom().uniform(0.5, 1.0)
-            warn(
-                f"{what} failed: {error}. Trying again in {wait_s:.1f} s ({attempt + 1} of {access.retries}).",
-                stacklevel=2,
-            )
+            again = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {access.retries})."
+            warn(f"{what} failed: {error}. {again}", stacklevel=2)
             time.sleep(wait_s)
     return work()
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether an error may be gone a moment later."""
     return isinstance(error, ConnectionError | TimeoutError) or error.errno in _TRANSIENT
 
 
-def steady(open_again: Callable[[], BinaryIO], access: Access, name: str) -> BinaryIO:
-    """A file for reading that is opened again where it fails, and goes on where it was."""
-    return io.BufferedReader(_Steady(open_again, access, name))
+class SeekableReader(io.RawIOBase):
+    """A file for reading that keeps its own position. Subclasses define `_size` and `_read_at`."""
 
-
-class _Steady(io.RawIOBase):
-    def __init__(self, open_again: Callable[[], BinaryIO], access: Access, name: str) -> None:
-        self._open_again, self._access, self.name = open_again, access, name
-        self._file: BinaryIO | None = None
-        self._position = 0
-        self._retried(self._opened)
+    def __init__(self, name: str) -> None:
+        self.name, self._position = name, 0
 
     def readable(self) -> bool:
         return True
@@ -240,22 +241,48 @@ class _Steady(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence == os.SEEK_END:
-            offset += self._retried(lambda: self._opened().seek(0, os.SEEK_END))
+            offset += self._size()
         self._position = offset + (self._position if whence == os.SEEK_CUR else 0)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        def read() -> int:
-            file = self._opened()
-            file.seek(self._position)
-            return int(file.readinto(buffer) or 0)  # type: ignore[attr-defined]
-
-        count = self._retried(read)
+        count = self._read_at(self._position, memoryview(buffer).cast("B"))
         self._position += count
         return count
 
+    def _size(self) -> int:
+        raise NotImplementedError
+
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        """Read at most as much as the buffer holds; return the number of bytes, 0 at the end."""
+        raise NotImplementedError
+
+
+def steady(open_file: Callable[[], BinaryIO], access: Access, name: str) -> BinaryIO:
+    """Open a file for reading that is reopened after temporary errors, at the position that was reached."""
+    return io.BufferedReader(_Steady(open_file, access, name))
+
+
+class _Steady(SeekableReader):
+    def __init__(self, open_file: Callable[[], BinaryIO], access: Access, name: str) -> None:
+        super().__init__(name)
+        self._open_file, self._access = open_file, access
+        self._file: BinaryIO | None = None
+        self._retried(self._opened)
+
+    def _size(self) -> int:
+        return self._retried(lambda: self._opened().seek(0, os.SEEK_END))
+
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        def read() -> int:
+            file = self._opened()
+            file.seek(position)
+            return int(file.readinto(buffer) or 0)  # type: ignore[attr-defined]
+
+        return self._retried(read)
+
     def close(self) -> None:
-        self._let_go()
+        self._close_file()
         super().close()
 
     def _retried(self, work: Callable[[], T]) -> T:
@@ -263,24 +290,34 @@ class _Steady(io.RawIOBase):
             try:
                 return work()
             except OSError:
-                self._let_go()
+                self._close_file()
                 raise
 
         return retried(attempt, self._access, f"reading {self.name}")
 
     def _opened(self) -> BinaryIO:
         if self._file is None:
-            self._file = self._open_again()
+            self._file = self._open_file()
         return self._file
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
-            try:
+        # A file that has failed before may fail to close.
+        with suppress(OSError):
+            if file is not None:
                 file.close()
-            except OSError:
-                # It has failed before.
-                return
+
+
+def sync(directory: Path) -> None:
+    """Bring the entries of a directory to disk, where the system can."""
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _raise(error: OSError) -> None:

@@ -1,8 +1,7 @@
-"""Places behind a URL, such as s3://bucket/prefix, by fsspec: object stores, where nothing is renamed, and a file
-appears when it is whole.
+"""Find the place that a path or a URL names; object stores, such as s3://bucket/prefix, are reached by fsspec.
 
-Who may go where, and which server is meant, fsspec's packages take from the environment and from their own files of
-settings, as other programs do: no secret is in a run file. See docs/storage.md.
+Object stores have no rename, and a file appears when it is complete. Credentials and servers come from the environment
+and the settings files of fsspec's packages; no secret is in a run file. See docs/storage.md.
 Source: fsspec.spec.AbstractFileSystem.
 """
 
@@ -10,45 +9,49 @@ from __future__ import annotations
 
 import errno
 import importlib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, overload
 
 from ..base.errors import ConfigError, nearest
 from .places import DEFAULT, Access, Folder, LocalFolder, Place, others_of, retried, steady
 
 READ_AHEAD_BYTES = 8_000_000
-_MANIFEST = "checkpoint.json"
+# Chained URLs, such as "simplecache::s3://bucket", match as well; they are refused.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::.*)?://", re.DOTALL)
+_MANIFEST = "/checkpoint.json"
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Extras of this distribution that have what a kind of URL needs."""
+"""Extra of this distribution that installs what a kind of URL needs."""
 PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", "hf")
-"""Kinds of URLs that are opened. fsspec has others that read a file in the place of a server: of `reference://`, older
-versions run what is in it."""
+"""Kinds of URLs that are opened. Other kinds of fsspec are not safe: older versions run what a `reference://` file
+holds."""
+
+
+def is_url(where: object) -> bool:
+    """Return whether `where` is a URL, such as "s3://bucket/prefix"."""
+    return isinstance(where, str) and _URL.match(where) is not None
+
+
+@overload
+def place_of(where: str | Path | Folder, access: Access = ...) -> Folder: ...
+@overload
+def place_of(where: str | Path | Place, access: Access = ...) -> Place: ...
+def place_of(where: str | Path | Place, access: Access = DEFAULT) -> Place:
+    """Return the place that a path or a URL names; a place is returned as it is, with its own access.
+
+    Raises:
+        ConfigError: the kind of URL is unknown, or its package is not installed.
+    """
+    if is_url(where):
+        return remote_folder(str(where), access)
+    return LocalFolder(Path(where), access) if isinstance(where, str | Path) else where
 
 
 def remote_folder(url: str, access: Access) -> Folder:
-    """The place that a URL names.
-
-    Raises:
-        ConfigError: that kind of URL is not opened, or a package is not installed.
-    """
-    protocol, rest = _checked(url)
-    if protocol in ("file", "local"):
-        return LocalFolder(Path(rest), access)
-    _file_system_class(url, protocol)
-    if not rest.strip("/"):
-        raise ConfigError(f"{url!r} names no place. Give a bucket and a prefix, such as {protocol}://bucket/prefix.")
-    return RemoteFolder(f"{protocol}://{rest.rstrip('/')}", access)
-
-
-def _checked(url: str) -> tuple[str, str]:
-    """Kind and place of a URL that may be opened.
-
-    Raises:
-        ConfigError: it chains several, or is of another kind.
-    """
+    """Return the place that a URL names. Raises ConfigError."""
     protocol, _, rest = url.partition("://")
     _refuse_chains(url)
     if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:
@@ -61,7 +64,12 @@ def _checked(url: str) -> tuple[str, str]:
             f"{url!r} is of a kind of URL that is not opened: {protocol!r}.{nearest(protocol, PROTOCOLS)} Allowed: "
             f"{', '.join(PROTOCOLS)}; a path without :// is a directory."
         )
-    return protocol, rest
+    if protocol in ("file", "local"):
+        return LocalFolder(Path(rest), access)
+    _check_installed(url, protocol)
+    if not rest.strip("/"):
+        raise ConfigError(f"{url!r} names no place. Give a bucket and a prefix, such as {protocol}://bucket/prefix.")
+    return RemoteFolder(f"{protocol}://{rest.rstrip('/')}", access)
 
 
 def _refuse_chains(url: str) -> None:
@@ -69,7 +77,7 @@ def _refuse_chains(url: str) -> None:
         raise ConfigError(f"{url!r} is a chain of URLs, which is not opened. Give one without '::'.")
 
 
-def _file_system_class(url: str, protocol: str) -> Any:
+def _check_installed(url: str, protocol: str) -> None:
     try:
         fsspec = importlib.import_module("fsspec")
     except ImportError as error:
@@ -78,7 +86,7 @@ def _file_system_class(url: str, protocol: str) -> Any:
             f"'.[{_EXTRAS.get(protocol, 'remote')}]' in a clone."
         ) from None
     try:
-        return fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         remedy = f"pip install -e '.[{extra}]' in a clone." if extra else str(error).rstrip(".") + "."
@@ -93,7 +101,7 @@ class RemoteFolder:
     access: Access = DEFAULT
 
     def __post_init__(self) -> None:
-        # Names that a server lists are added to it.
+        # Names that a server lists become part of URLs.
         _refuse_chains(self.url)
 
     def __str__(self) -> str:
@@ -113,30 +121,32 @@ class RemoteFolder:
     def is_same(self, other: Place) -> bool:
         return isinstance(other, RemoteFolder) and self.url == other.url
 
-    # -- read
+    def hint(self) -> str:
+        return others_of(self)
 
     def names(self) -> list[str]:
-        return self._retried(self._names, "reading")
+        def list_names() -> list[str]:
+            files, path = self._opened()
+            try:
+                found = files.ls(path, detail=True)
+            except FileNotFoundError:
+                # A run that begins has no such prefix; `find` raises if the bucket is missing.
+                files.find(path)
+                return []
+            names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
+            return [name for name in names if name != self.name]
 
-    def _names(self) -> list[str]:
-        files, path = self._opened()
-        try:
-            found = files.ls(path, detail=True)
-        except FileNotFoundError:
-            # No such prefix, as of a run that begins; this raises where there is no such bucket.
-            files.find(path)
-            return []
-        names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
-        return [name for name in names if name != self.name]
+        return list(self._retried(list_names, "reading"))
 
     def sizes(self) -> dict[str, int] | None:
-        return self._retried(self._sizes, "reading")
+        def list_sizes() -> dict[str, int] | None:
+            files, path = self._opened()
+            found = files.find(path, detail=True)
+            start = len(path.strip("/")) + 1
+            return {name.strip("/")[start:]: int(each["size"]) for name, each in found.items()} or None
 
-    def _sizes(self) -> dict[str, int] | None:
-        files, path = self._opened()
-        found = files.find(path, detail=True)
-        start = len(path.strip("/")) + 1
-        return {name.strip("/")[start:]: int(each["size"]) for name, each in found.items()} or None
+        found: dict[str, int] | None = self._retried(list_sizes, "reading")
+        return found
 
     def open(self, name: str) -> BinaryIO:
         def open_it() -> BinaryIO:
@@ -146,13 +156,7 @@ class RemoteFolder:
 
         return steady(open_it, self.access, f"{self}/{name}")
 
-    def hint(self) -> str:
-        return others_of(self)
-
-    # -- write; where something fails, it is told by an OSError, and what is there of it is of no checkpoint
-
     def put(self, name: str, parts: Iterable[Any]) -> None:
-        """Write a file, which appears when it is whole."""
         with _as_os_errors():
             files, path = self._opened()
             file = files.open(f"{path}/{name}", "wb")
@@ -161,7 +165,7 @@ class RemoteFolder:
                 with _as_os_errors():
                     file.write(part)
         except BaseException:
-            # Closing it would make it appear.
+            # Closing the file would make it appear.
             with suppress(Exception):
                 file.discard()
             file.closed = True
@@ -170,13 +174,13 @@ class RemoteFolder:
             file.close()
 
     def remove(self) -> None:
-        """Remove what is below this prefix, manifests first."""
+        """Remove all files below this prefix, manifests first."""
 
         def remove() -> None:
             files, path = self._opened()
             found = files.find(path)
             for each in found:
-                if each.endswith(f"/{_MANIFEST}"):
+                if each.endswith(_MANIFEST):
                     files.rm_file(each)
             if found:
                 with suppress(FileNotFoundError):
@@ -185,23 +189,23 @@ class RemoteFolder:
         self._retried(remove, "removing")
 
     def move(self, to: RemoteFolder) -> None:
-        """Copy what is below this prefix, manifests last, and remove it here."""
+        """Copy all files below this prefix, manifests last, and remove them here."""
 
         def copy() -> None:
             files, path = self._opened()
             _, target = to._opened()
-            for each in sorted(files.find(path), key=lambda name: name.endswith(f"/{_MANIFEST}")):
+            for each in sorted(files.find(path), key=lambda name: name.endswith(_MANIFEST)):
                 files.cp_file(each, f"{target}/{each.strip('/')[len(path.strip('/')) + 1 :]}")
 
         self._retried(copy, "moving")
         self.remove()
 
     def _opened(self) -> tuple[Any, str]:
-        """The file system, and the path there. What it remembers of other processes' files is out of date."""
+        """Return the file system and the path in it. Its cache is out of date where other processes write."""
         files, path = importlib.import_module("fsspec.core").url_to_fs(self.url)
         files.invalidate_cache()
         if loop := getattr(files, "loop", None):
-            loop.set_exception_handler(_passed_over)
+            loop.set_exception_handler(_ignore_os_errors)
         return files, path
 
     def _retried(self, work: Any, what: str) -> Any:
@@ -212,14 +216,14 @@ class RemoteFolder:
         return retried(attempt, self.access, f"{what} {self}")
 
 
-def _passed_over(loop: Any, context: dict[str, Any]) -> None:
-    """A connection that breaks fails several tasks of a client, of which it waits for one. That one is told of."""
+def _ignore_os_errors(loop: Any, context: dict[str, Any]) -> None:
+    """A broken connection fails several tasks of a client, which waits for one and reports that one's error."""
     if not isinstance(context.get("exception"), OSError):
         loop.default_exception_handler(context)
 
 
 class _File:
-    """A file of fsspec, whose errors are those of a system."""
+    """A file of fsspec whose errors are OSErrors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -239,7 +243,7 @@ class _File:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Each package has errors of its own for a server that does not answer, and for one that answers nonsense."""
+    """Turn the errors that each package defines for failing servers into OSErrors."""
     try:
         yield
     except OSError:

@@ -1,10 +1,8 @@
-"""Read a part of a signed file, and nothing but what was signed.
+"""Read parts of a signed file, and only what was signed.
 
-A checkpoint is verified before it is read. Whoever can write to its directory may exchange a file between the two. So
-where a key is given, the manifest has checksums of chunks of what is read in part, and each chunk is compared with its
-own when it is read, before anything is made of it.
-
-This module imports no torch.
+Whoever can write to a checkpoint's directory may exchange a file after it was verified. Where a key is given, the
+manifest therefore has a checksum for each chunk of the files that are read in part, and a chunk is compared with its
+checksum before its bytes are used. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,18 +13,17 @@ from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 from .manifest import CHUNK, Manifest, StoredFile, changed
-from .places import Place
+from .places import Place, SeekableReader
 
 
 class Chunks:
-    """Checksums of the chunks of what comes in parts."""
+    """Checksums of the chunks of a file that is written in parts."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
         self._digest, self._room = hashlib.sha256(), CHUNK
 
     def update(self, part: Any) -> None:
-        """Add bytes."""
         rest = memoryview(part).cast("B")
         while rest:
             some, rest = rest[: self._room], rest[self._room :]
@@ -36,7 +33,7 @@ class Chunks:
                 self._end()
 
     def digests(self) -> tuple[str, ...]:
-        """Of all chunks, the last of which may be shorter; no more is added."""
+        """Return the checksums of all chunks, the last of which may be shorter. Nothing can be added afterwards."""
         if self._room < CHUNK:
             self._end()
         return tuple(self._done)
@@ -47,57 +44,36 @@ class Chunks:
 
 
 def open_verified(place: Place, manifest: Manifest, name: str) -> AbstractContextManager[BinaryIO]:
-    """A file of a checkpoint, to be read in part; signed chunks are verified as they are read.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a file of a checkpoint to read parts of it; signed chunks are verified as they are read. Raises OSError."""
     file, stored = place.open(name), manifest.files[name]
     if place.access.key is None or not stored.chunks:
         return file
     return io.BufferedReader(_Verified(file, stored, place, name), 1)
 
 
-class _Verified(io.RawIOBase):
-    """A file whose chunks are compared with their checksums, the last one of which is kept.
-
-    Raises:
-        CheckpointError: when a chunk is read that has changed.
-    """
+class _Verified(SeekableReader):
+    """A file whose chunks are compared with their checksums; reading one that changed raises CheckpointError."""
 
     def __init__(self, file: BinaryIO, stored: StoredFile, place: Place, name: str) -> None:
-        self._file, self._stored, self._place, self.name = file, stored, place, name
-        self._position, self._number, self._chunk = 0, -1, memoryview(b"")
+        super().__init__(name)
+        self._file, self._stored, self._place = file, stored, place
+        self._number, self._chunk = -1, memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
+    def _size(self) -> int:
+        return self._stored.size
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._stored.size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")
-        number, begin = divmod(self._position, CHUNK)
-        if not room or self._position >= self._stored.size:
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        number, begin = divmod(position, CHUNK)
+        if not buffer or position >= self._stored.size:
             return 0
         if number != self._number:
-            self._chunk, self._number = self._read(number), number
-        some = self._chunk[begin : begin + room.nbytes]
-        room[: len(some)] = some
-        self._position += len(some)
+            self._chunk, self._number = self._read_chunk(number), number
+        some = self._chunk[begin : begin + buffer.nbytes]
+        buffer[: len(some)] = some
         return len(some)
 
-    def _read(self, number: int) -> memoryview:
-        size = min(CHUNK, self._stored.size - number * CHUNK)
-        found = bytearray(size)
+    def _read_chunk(self, number: int) -> memoryview:
+        found = bytearray(min(CHUNK, self._stored.size - number * CHUNK))
         rest = memoryview(found)
         self._file.seek(number * CHUNK)
         while rest:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from pathlib import PurePath
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -16,37 +19,34 @@ from ..model.configuration import check_brings_no_code
 from ..model.remote_code import check_needs_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE
-from .manifest import Manifest
-from .on_disk import on_this_machine
+from .index import read_index
+from .manifest import Manifest, read_verified
 from .payload import read_tensors
-from .places import Place
-from .read_index import read_index
+from .places import LocalFolder, Place
 from .values import AVERAGES, MODEL
 
 
 class StoredModel:
-    """What a checkpoint has of the model.
+    """The model in a checkpoint.
 
     Args:
-        average: read the averages of weights in their place, where there are any: of what was trained.
+        average: read the averages of weights in their place; weights that were not trained have none.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are no averages.
 
     Attributes:
-        checkpoint, manifest: its place, and what it tells.
-        directory: of its files of Hugging Face, on this machine.
-        described: these: where each is, and its name there.
+        directory: of its Hugging Face files, on this machine.
+        described: path and name of each of these files.
         kinds: shape and dtype of each tensor.
     """
 
     def __init__(self, checkpoint: Place, manifest: Manifest, *, average: bool = False) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
         names = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
-        held = on_this_machine(checkpoint, manifest, names)
-        # Where it is a copy, it goes when this does.
-        self._held, self.directory = held, held.path / HUGGING_FACE
-        self.described = [(held.path / name, PurePath(name).relative_to(HUGGING_FACE).as_posix()) for name in names]
+        root = self._on_this_machine(names)
+        self.directory = root / HUGGING_FACE
+        self.described = [(root / name, PurePath(name).relative_to(HUGGING_FACE).as_posix()) for name in names]
         self._index = read_index(checkpoint, manifest)
         self._average = average
         if average and not any(name.startswith(AVERAGES) for name in self._index.kinds):
@@ -58,34 +58,57 @@ class StoredModel:
             name.removeprefix(MODEL): kind for name, kind in self._index.kinds.items() if name.startswith(MODEL)
         }
 
+    def _on_this_machine(self, names: Iterable[str]) -> Path:
+        """Return a directory with these files: the checkpoint's, or a copy that is removed together with this object.
+
+        Signed files are copied, too: they could be exchanged after they were verified.
+        """
+        if isinstance(self.checkpoint, LocalFolder) and self.checkpoint.access.key is None:
+            return self.checkpoint.path
+        root = Path(tempfile.mkdtemp(prefix="meshwright-"))
+        weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
+        for name in names:
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(read_verified(self.checkpoint, self.manifest, name))
+        return root
+
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """All of a tensor, on the CPU; in its own dtype unless another is given."""
+        """Read a full tensor to the CPU, in its own dtype unless another is given."""
         shape, own = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype or own)
         averaged = f"{AVERAGES}{name}"
         stored = averaged if self._average and averaged in self._index.kinds else f"{MODEL}{name}"
-        read_tensors(
-            self.checkpoint,
-            self.manifest,
-            self._index,
-            {stored: Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))},
-        )
+        full = Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))
+        read_tensors(self.checkpoint, self.manifest, self._index, {stored: full})
         return tensor
 
 
+def copy_files(files: Iterable[tuple[Path, str]], output: Path) -> None:
+    """Copy files into a directory, each to its name there."""
+    for source, name in files:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, output / name)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Map each name in a model's state to the first name of the same tensor, which checkpoints use."""
+    state = model.state_dict(keep_vars=True)
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: first[id(value)] for name, value in state.items()}
+
+
 def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
-    """The model whose tensors have been stored: a causal LM, or one with a head over tokens or sequences.
+    """Build the model on the meta device: a causal LM, or one with a head over tokens or sequences.
 
     Args:
-        adapted: they are those of adapters; the model is their base.
+        adapted: the tensors are those of adapters, and the model is their base.
 
-    Raises:
-        CheckpointError: transformers cannot build it, or the tensors are of another.
+    Raises CheckpointError if transformers cannot build it, or the tensors are of another model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    checkpoint, stored = source.checkpoint, source.kinds
-    directory = source.directory
+    checkpoint, stored, directory = source.checkpoint, source.kinds, source.directory
     if "config.json" not in [name for _, name in source.described]:
         raise CheckpointError(
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
@@ -96,7 +119,7 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         build: Any = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            # That of the text part of a multimodal type, which the auto class takes as a part of the whole only.
+            # The configuration of the text part of a multimodal model, which the auto class does not know.
             known: list[Any] = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING.values() if isinstance(each, type)]
             build = next((each for each in known if each.config_class is type(config)), build)
         with torch.device("meta"):
@@ -104,7 +127,7 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
             if not adapted and not model.state_dict().keys() >= set(stored):
                 model = _with_other_head(config, stored) or model
     except Exception as error:
-        # Each configuration and each model class fails in its own way.
+        # Configurations and model classes raise errors of many kinds.
         raise CheckpointError(
             f"transformers cannot build the model of the checkpoint {checkpoint}: {reason(error)}"
         ) from error
@@ -118,7 +141,7 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
 
 
 def _with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
-    """The model with a head over tokens or sequences that has these tensors; on the device of the context."""
+    """Build the model with a head over tokens or sequences that has these tensors, on the device of the context."""
     from transformers import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,

@@ -1,4 +1,8 @@
-"""What a checkpoint holds beside tensors, as values of JSON, and the state of the random generators."""
+"""What a checkpoint holds besides tensors: JSON values, settings of the optimizer, and random generators.
+
+A rank that has settings or values of the optimizer to save writes a file of its own, so that none are gathered:
+{"groups": settings with the names under "params", "values": {name: {key: value}}}; see `OptimizerState`.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,20 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..tensors.pieces import Piece, Sharded
-from ..tensors.state import ShardedState, TensorKind
+from ..tensors.state import OptimizerState, ShardedState, TensorKind
+from .agreement import Share
 from .index import dtype_name, dtype_named
+from .manifest import Manifest, broken, read_verified
+from .places import Where
+from .remote import place_of
 
 MODEL, OPTIMIZER, AVERAGES, RANDOM = "model.", "optimizer.", "ema.", "random."
-"""What the names of stored tensors begin with."""
+"""Prefixes of the names of stored tensors."""
+_SETTINGS = "optimizer-"
 
 
 def flat(state: ShardedState) -> dict[str, Sharded]:
-    """All tensors of a state under the names by which they are stored."""
+    """Return all tensors of a state by their names in a checkpoint."""
     tensors = {f"{MODEL}{name}": sharded for name, sharded in state.model.items()}
     for name, values in (state.optimizer.tensors if state.optimizer is not None else {}).items():
         tensors.update({f"{OPTIMIZER}{name}.{key}": sharded for key, sharded in values.items()})
@@ -28,11 +37,9 @@ def flat(state: ShardedState) -> dict[str, Sharded]:
 
 
 def plain(values: Any) -> Any:
-    """Values as those of JSON: tensors are written out, whole numbers of any dims and others without dims; tuples
-    become lists.
+    """Convert values to JSON: integer tensors and tensors without dims are written out, tuples become lists.
 
-    Raises:
-        CheckpointError: there is something else among them.
+    Raises CheckpointError if a value cannot be converted.
     """
     encoded = _encoded(values)
     try:
@@ -56,7 +63,7 @@ def _encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """The reverse of `plain`, but for tuples."""
+    """Undo `plain`, except for tuples."""
     if isinstance(value, Mapping):
         if "$tensor" in value:
             return torch.tensor(value["$tensor"], dtype=dtype_named(value["dtype"]))
@@ -66,8 +73,56 @@ def decoded(value: Any) -> Any:
     return value
 
 
+def settings_name(rank: int) -> str:
+    """Return the name of the file with the optimizer's settings that a rank writes."""
+    return f"{_SETTINGS}{rank:05d}.json"
+
+
+def settings_of(optimizer: OptimizerState[Any] | None, share: Share) -> bytes | None:
+    """Return what this rank writes of the optimizer besides tensors; None if nothing. Raises CheckpointError."""
+    if optimizer is None:
+        return None
+    groups = [
+        {**each, "params": [name for name in each["params"] if name in share.grouped]} for each in optimizer.groups
+    ]
+    content = {
+        "groups": [each for each in groups if each["params"]],
+        "values": {name: each for name, each in optimizer.values.items() if name in share.valued},
+    }
+    return json.dumps(plain(content)).encode() if any(content.values()) else None
+
+
+def read_optimizer(where: Where, manifest: Manifest, stored: Mapping[str, TensorKind]) -> OptimizerState[TensorKind]:
+    """Read what a checkpoint has of the optimizer besides tensors, and the kinds of its tensors.
+
+    Args:
+        stored: shape and dtype of each tensor in the checkpoint.
+
+    Raises CheckpointError if it has no optimizer, or has changed.
+    """
+    place = place_of(where)
+    if not manifest.has_optimizer:
+        raise CheckpointError(
+            f"the checkpoint {place} holds a model without an optimizer. Load it before build_optimizer."
+        )
+    found: OptimizerState[TensorKind] = OptimizerState()
+    for name in (name for name in manifest.files if name.startswith(_SETTINGS)):
+        text = read_verified(place, manifest, name)
+        try:
+            content = json.loads(text)
+            found.groups += decoded(content["groups"])
+            found.values.update(decoded(content["values"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+            raise broken(place, f"{name} tells of no optimizer ({type(error).__name__}: {error})") from None
+    for full, kind in stored.items():
+        if full.startswith(OPTIMIZER):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            found.tensors.setdefault(name, {})[key] = kind
+    return found
+
+
 def random_state() -> Sharded:
-    """The state of this rank's generators: the CPU's, and its accelerator's behind it."""
+    """Return the state of this rank's generators: the CPU's, followed by its accelerator's."""
     states = [torch.get_rng_state()]
     if torch.accelerator.is_available():
         states.append(torch.get_device_module().get_rng_state().cpu())
@@ -76,14 +131,14 @@ def random_state() -> Sharded:
 
 
 def random_to_load(stored: Mapping[str, TensorKind], rank: int) -> dict[str, Sharded]:
-    """Memory for the state of this rank's generators, where a checkpoint has it for the same kind of device."""
+    """Return memory for the state of this rank's generators, if the checkpoint has it for the same kind of device."""
     name = f"{RANDOM}{rank}"
     expected = random_state()
     return {name: expected} if name in stored and stored[name][0] == expected.shape else {}
 
 
 def set_random_state(state: Tensor) -> None:
-    """The reverse of `random_state`, for the tensor in it."""
+    """Restore the tensor of `random_state`."""
     count = torch.get_rng_state().numel()
     torch.set_rng_state(state[:count].clone())
     if state.numel() > count:

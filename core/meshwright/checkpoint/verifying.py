@@ -1,25 +1,57 @@
-"""Whether checkpoints are, byte for byte, what was written; and by whom, where a key is given."""
+"""Look at checkpoints: what they hold, whether every byte is as it was written, and who signed them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from ..base.errors import CheckpointError, TornCheckpointError
-from .index import INDEX
-from .manifest import MANIFEST, Manifest, all_in, manifest_and_sizes, stored_in, unreadable, wrong_size
+from .index import INDEX, Index, StoredTensor, dtype_name, read_index
+from .keys import ForeignCheckpointError
+from .manifest import (
+    MANIFEST,
+    Manifest,
+    all_in,
+    manifest_and_sizes,
+    read_manifest,
+    stored_in,
+    unreadable,
+    verify,
+    wrong_size,
+)
 from .places import Folder, Place
-from .read_index import read_index
+from .remote import place_of
+from .values import MODEL, OPTIMIZER
+
+
+def found_in(folder: Folder) -> list[Folder]:
+    """List the checkpoints in a directory, the newest first; or the directory itself, if it is a checkpoint.
+
+    Raises CheckpointError if there is none.
+    """
+    found = all_in(folder)
+    try:
+        if not found and not {MANIFEST, INDEX} & (folder.sizes() or {}).keys():
+            # Raises the error that says so.
+            manifest_and_sizes(folder)
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    return found or [folder]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What has come of it.
+    """Result of reading a checkpoint.
 
     Attributes:
-        manifest: None where it could not be read.
-        nbytes: that were read and are what was written.
-        problems: of its files, each by its name; or of the whole.
+        manifest: None if it could not be read.
+        nbytes: that were read.
+        problems: of its files, by name, or of the whole.
     """
 
     place: Place
@@ -28,28 +60,8 @@ class Verified:
     problems: tuple[str, ...]
 
 
-def found_in(folder: Folder) -> list[Folder]:
-    """The checkpoints that a directory holds, the newest first; or itself, if it is one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = all_in(folder)
-    try:
-        if not found and not {MANIFEST, INDEX} & (folder.sizes() or {}).keys():
-            # Says that it is none.
-            manifest_and_sizes(folder)
-    except OSError as error:
-        raise unreadable(folder, error) from None
-    return found or [folder]
-
-
 def verified(folder: Folder) -> Iterator[Verified]:
-    """Read every byte of the checkpoints that a directory holds, one after the other.
-
-    Raises:
-        CheckpointError: there is none; or one cannot be read, is of another version, or is foreign.
-    """
+    """Read every byte of the checkpoints in a directory. Raises CheckpointError if there is none."""
     for place in found_in(folder):
         yield _verified(place)
 
@@ -72,7 +84,7 @@ def _verified(place: Place) -> Verified:
             nbytes += stored.size
         problems += [] if problem is None else [problem]
     if not problems:
-        # Whether the index is one of these files.
+        # The manifest may name no index.
         try:
             read_index(place, manifest)
         except CheckpointError as error:
@@ -81,7 +93,47 @@ def _verified(place: Place) -> Verified:
 
 
 def signed(manifest: Manifest, place: Place) -> str:
-    """Who has signed a checkpoint, in words."""
+    """Say who has signed a checkpoint."""
     if not manifest.is_signed:
         return "not signed"
     return "signed, not checked" if place.access.key is None else "signed with this key"
+
+
+def shown(where: str | Path | Folder) -> tuple[Group, bool]:
+    """Return a table of the checkpoints in a directory, or of one checkpoint; and whether all are valid.
+
+    Raises CheckpointError if there is none.
+    """
+    table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
+    problems = []
+    for place in found_in(place_of(where)):
+        try:
+            manifest = read_manifest(place)
+            verify(place, manifest, list(manifest.files))
+            columns, state = _columns(manifest, read_index(place, manifest)), "whole"
+        except ForeignCheckpointError:
+            raise
+        except CheckpointError as error:
+            columns, state = ("",) * 7, "torn"
+            problems.append(Text(str(error)))
+        table.add_row(place.name, *columns, state)
+    return Group(table, *problems), not problems
+
+
+def _columns(manifest: Manifest, index: Index) -> tuple[str, ...]:
+    model = {name: each for name, each in index.tensors.items() if name.startswith(MODEL)}
+    optimizer = [each for name, each in index.tensors.items() if name.startswith(OPTIMIZER)]
+    degrees = ", ".join(f"{axis}={degree}" for axis, degree in manifest.mesh.items() if degree > 1)
+    return (
+        str(manifest.step),
+        manifest.strategy,
+        degrees or "one rank",
+        f"{sum(each.shape.numel() for each in model.values()):,}",
+        ", ".join(sorted({dtype_name(each.dtype) for each in model.values()})),
+        _megabytes(model.values()) + (f", adapters over {manifest.base['path']}" if manifest.base is not None else ""),
+        _megabytes(optimizer) if manifest.has_optimizer else "none",
+    )
+
+
+def _megabytes(tensors: Iterable[StoredTensor]) -> str:
+    return f"{sum(each.nbytes for each in tensors) / 1e6:,.1f} MB"

@@ -23,7 +23,7 @@ KeyFile = Annotated[
 def show(directory: Directory, key_file: KeyFile = None) -> None:
     """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
     with told(traceback=False):
-        from ..checkpoint.show import shown
+        from ..checkpoint.verifying import shown
 
         table, all_whole = shown(place_given(directory, key_file))
         console = new_console()
@@ -62,8 +62,8 @@ def place_given(where: str, key_file: str | None) -> Folder:
         ConfigError: the key cannot be read, or the URL cannot be used.
     """
     from ..checkpoint.keys import read_key
-    from ..checkpoint.opening import place_of
     from ..checkpoint.places import Access
+    from ..checkpoint.remote import place_of
 
     key = None if key_file is None else read_key(key_file, where="--key-file")
     return place_of(where, Access(key))

@@ -46,7 +46,7 @@ def export(
             raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
         if trust_remote_code is not None:
             from ..checkpoint.directory import HUGGING_FACE
-            from ..checkpoint.opening import is_url
+            from ..checkpoint.remote import is_url
             from ..model.remote_code import trust_code
 
             if is_url(checkpoint):

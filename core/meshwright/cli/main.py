@@ -16,8 +16,8 @@ import typer
 from typer.main import get_group
 
 from ..base.errors import ConfigError
-from ..files.requirements import check_torch
 from ..files.terminal import escape_messages, say
+from ..files.versions import check_torch
 from ..launch.allocator import prefer_expandable_segments
 from ..launch.rank import leave
 from ..launch.safe_path import protect_children

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ..base.errors import nearest
 from ..base.validation import FrozenModel
-from ..files.paths import PathText
+from ..files.writing import PathText
 
 DEFAULT_VOCAB_SIZE = 1024
 

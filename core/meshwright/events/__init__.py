@@ -1,1 +1,1 @@
-"""What observers are told of a run: its beginning, steps, evaluations, checkpoints, faults and end; no torch."""
+"""What observers get to know of a run: its start, steps, evaluations, checkpoints, faults and end; no torch."""

@@ -1,32 +1,33 @@
-"""A run and what happens in it beside its steps, as observers get it."""
+"""A run and its events besides steps, as observers get them; and trackers, observers that a run file names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ..base.validation import FrozenModel
 from ..base.version import __version__
 
 Reason: TypeAlias = Literal["done", "early stopping", "callback", "signal", "failed"]
-"""Why a run has ended: after its last step, by `EarlyStopping`, by a callback, by a signal, or by an error."""
+"""Why a run ended: after its last step, by `EarlyStopping`, by a callback, by a signal, or by an error."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What hook `on_run_start` gets, beside the mesh.
+    """Argument of the hook `on_run_start`.
 
     Attributes:
-        id: the same when the run is resumed, and no other run's.
+        id: unique, and kept when the run is resumed.
         name: for people.
-        directory: where it leaves what it makes; None: a loop in a script, which has none.
-        config: the run file written out, plain values; empty for a loop in a script.
-        strategy, mesh: the stack and the degrees, as texts.
-        start: steps that were done before; above 0 in a run that goes on.
+        strategy, mesh: the stack and the degrees, as text.
+        start: number of steps done before.
         steps: number of the last step.
-        parameters: of the whole model, trained or not; None: not known.
+        parameters: of the full model, trained or not; None: unknown.
         device: kind of the ranks' devices, such as cpu or cuda.
+        directory: of the run's files; None: a loop in a script.
+        config: the full run file; empty for a loop in a script.
         version: of meshwright.
     """
 
@@ -47,10 +48,10 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What hook `on_evaluation` gets, before `on_step_end` of the step that it follows.
+    """Argument of the hook `on_evaluation`, which precedes `on_step_end` of the same step.
 
     Attributes:
-        losses: of each set by name, as `StepResult.loss` is.
+        losses: of each evaluation set by name, as `StepResult.loss`.
         seconds: of all sets together.
     """
 
@@ -63,12 +64,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What hook `on_checkpoint` gets: a checkpoint that was begun, or, where it is written while training goes on,
-    whose values have been taken. One that cannot be written is told by the error that follows.
+    """Argument of the hook `on_checkpoint`: a checkpoint is saved, or, if asynchronous, its values are copied.
 
     Attributes:
-        path: its directory, or its URL.
-        seconds: that the loop was held up by.
+        path: its directory or URL.
+        seconds: for which the loop waited.
         is_best: whether it was saved because its loss is among the best.
     """
 
@@ -81,13 +81,13 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class BadStep:
-    """What hook `on_bad_step` gets.
+    """Argument of the hook `on_bad_step`.
 
     Attributes:
-        step: whose batch the optimizer did not step on.
+        step: for whose batch the optimizer did not step.
         reason: what is wrong with it.
-        back_to: the step after which the run goes on, from its checkpoint; None: it goes on after this one.
-        count: bad steps of the run so far, this one included.
+        count: bad steps of the run so far, including this one.
+        back_to: step of the checkpoint that the run goes back to; None: it continues after this step.
     """
 
     step: int
@@ -100,13 +100,13 @@ class BadStep:
 
 @dataclass(frozen=True)
 class Fault:
-    """What hook `on_fault` gets, on each rank that an error ends, before `on_run_end`.
+    """Argument of the hook `on_fault`, called on each rank that an error ends, before `on_run_end`.
 
     Attributes:
         step: the last that was done.
         kind: class of the error.
         message: its text.
-        ended: when [s since 1970].
+        ended: time of the error [s since 1970].
     """
 
     step: int
@@ -118,13 +118,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What hook `on_run_end` gets, also when the run has failed.
+    """Argument of the hook `on_run_end`, called also when the run has failed.
 
     Attributes:
         step: the last that was done.
-        seconds: of this sitting, from `on_run_start` on.
-        loss: of the last step; None: none was done.
-        evaluations: the last losses of the sets, of this sitting.
+        seconds: since `on_run_start`.
+        loss: of the last step; None: no step was done.
+        evaluations: the last losses of the evaluation sets since `on_run_start`.
     """
 
     run: RunInfo
@@ -135,3 +135,24 @@ class RunSummary:
     loss: float | None
     evaluations: Mapping[str, float]
     rank: int
+
+
+@dataclass(frozen=True)
+class TrackerSpec:
+    """A tracker that a plugin registers by the hook `register_trackers`.
+
+    Attributes:
+        name: by which a run file selects it.
+        summary: one line.
+        config_cls: its options.
+        build: returns an observer, an object with implementations of hooks, for the first rank of a run. It may import
+            the tracker's library. The observer's method `close`, if it has one, is called at the end.
+        check: raises ConfigError if the tracker cannot be built with these options, for instance because its library is
+            not installed; called before the ranks start, and imports nothing.
+    """
+
+    name: str
+    summary: str
+    config_cls: type[FrozenModel]
+    build: Callable[[Any, RunInfo], Any]
+    check: Callable[[Any], None] = lambda config: None

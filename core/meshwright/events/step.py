@@ -1,24 +1,28 @@
-"""A finished optimizer step, as observers get it."""
+"""A finished optimizer step, as observers get it, and the names of its parts in a profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+MARK = "meshwright::"
+"""Prefix of the names that the loop gives to steps and their parts in a profiler."""
+WAIT = f"{MARK}wait for ranks"
+"""A wait for the other ranks' message about a step, which a thread receives that no profiler sees."""
 MEASURED = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops", "stragglers"})
-"""The fields that clocks and machines tell; the others are the same when the run is repeated, on other ranks too."""
+"""Fields that clocks and machines determine; the others are the same when a run is repeated, on any number of ranks."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What hook `on_step_end` gets.
+    """Argument of the hook `on_step_end`.
 
-    [Note: parts of a step] Seconds are of this rank. On a CPU they are the host's. On an accelerator
-    `forward_backward`, `norms`, `clip` and `optimizer` are the device's, between events in its stream, and `optimizer`
-    is that of the step before, since the device is still at it when the step ends for the host; it is left out where
-    that is not known. `read` is the host's wait for loss and norm. `save` is what saving after the step before has held
-    the loop up by, and `evaluation` comes after the step's `seconds`, which have neither. `exposed_communication`, in
-    steps in which it was measured, is within the others.
+    [Note: parts of a step] Seconds are of this rank. On an accelerator `forward_backward`, `norms`, `clip` and
+    `optimizer` are the device's time, between events in its stream, and the host's otherwise. `optimizer` is then that
+    of the previous step, since the device has not finished this one; it is missing where that is unknown. `read` is the
+    host's wait for loss and norm. `save` is the time for which saving after the previous step delayed the loop, and
+    `evaluation` comes after the step; the step's `seconds` include neither. `exposed_communication`, in steps in which
+    it was measured, is part of the others.
     """
 
     step: int
@@ -30,37 +34,35 @@ class StepResult:
     grad_norm: float
     """Total norm before clipping."""
     learning_rate: float
-    """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
+    """Of this rank's first parameter group, as used by the step."""
     num_tokens: int
     """Unmasked targets of the global batch, or what else an objective counts."""
     seconds: float
     """Duration of the step, without evaluation."""
     rank: int
     sums: Mapping[str, float] = field(default_factory=dict)
-    """See `StrategyManager.last_sums`; of the step."""
+    """See `StrategyManager.last_sums`."""
     evaluations: Mapping[str, float] = field(default_factory=dict)
-    """Loss of each set by name, as `loss` is, in steps that evaluate."""
+    """Loss of each evaluation set by name, in steps that evaluate."""
     ended: float = 0.0
-    """When it ended [s since 1970]."""
+    """Time of its end [s since 1970]."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by part: `data`, `forward_backward`, `clip`, `read`, `optimizer`; where there were such `norms`, `save`,
-    `evaluation` and `exposed_communication`. See [Note: parts of a step]."""
+    """Seconds by part: `data`, `forward_backward`, `clip`, `read`, `optimizer`; `norms`, `save`, `evaluation` and
+    `exposed_communication` in steps that have them. See [Note: parts of a step]."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
-    """As `learning_rate`, of each parameter group, by its name or else its number."""
+    """`learning_rate` of each parameter group, by its name or else its number."""
     norms: Mapping[str, float] = field(default_factory=dict)
-    """Norms of the gradients by block, before clipping, in steps that measure them; see
-    `StrategyManager.gradient_norms`."""
+    """Gradient norms by block, before clipping, in steps that measure them; see `StrategyManager.gradient_norms`."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of this rank: `host` and `host_peak`, resident; on an accelerator `allocated`, `allocated_peak`, `reserved`
-    and `reserved_peak` by torch's allocator. Peaks are since the process began, or were reset."""
+    """Bytes of this rank: resident `host` and `host_peak`; of an accelerator's allocator `allocated`, `allocated_peak`,
+    `reserved` and `reserved_peak`. Peaks are since the start of the process, or since they were reset."""
     skipped: str = ""
     """Why the optimizer did not step, see `on_bad_step`; empty: it did."""
     world_size: int = 1
-    """Ranks of the run."""
     flops: float | None = None
-    """Floating-point operations of the model in this step, over all ranks, without recomputation; None: not known."""
+    """Floating-point operations of the model in this step, over all ranks, without recomputation; None: unknown."""
     peak_flops: float | None = None
-    """Floating-point operations a second that one device could do at most; None: not known, or a CPU."""
+    """Peak floating-point operations per second of one device; None: unknown, or a CPU."""
     stragglers: Sequence[Mapping[str, float]] = ()
     """On the first rank: `rank`, its own `seconds` of a step, `median` of all ranks, and `deviations` from that."""
 
@@ -78,7 +80,7 @@ class StepResult:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: the part of what the devices could have done that the model needed.
+        """Model FLOPs utilization: the fraction of the devices' peak that the model's operations use.
 
         Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """

@@ -1,1 +1,1 @@
-"""What users write: YAML and JSON within bounds, classes by name from an allow-list, names that go away. No torch."""
+"""Files and text of users and of others: read within bounds, written completely, and printed escaped."""

@@ -1,17 +1,14 @@
-"""Import classes that a configuration names, from an allow-list only.
+"""Import classes that a configuration names, from an allow-list only. This module imports no torch.
 
-A run file is data: it may say which class of torch makes a policy, and must not run any code that it names. So there
-are two kinds of names:
+A run file is data and must not run arbitrary code. It may name:
 
-- Classes of a few modules of torch, transformers and meshwright. No option makes an object of one before the class is
-  known to be a subclass of what the option asks for (`base`).
-- What a user's own modules hold: classes, functions, plans. These modules are named by `allow_imports("my_package")`,
-  or by the environment variable MESHWRIGHT_ALLOWED_IMPORTS, which holds modules separated by commas. Both belong to
-  the user who starts the program, not to the file.
+- Classes of a few modules of torch, transformers and meshwright. Before an option makes an object of one, the class
+  must be a subclass of what the option asks for (`base`).
+- Classes, functions and plans of the user's own modules, which the user, and not the file, allows by
+  `allow_imports("my_package")` or by the environment variable MESHWRIGHT_ALLOWED_IMPORTS (separated by commas).
 
 What a module has imported from elsewhere is in neither: `torch.optim.optimizer.os.system` is refused.
-
-This module imports no torch. tests/security/README.md lists the options that take such names.
+tests/security/README.md lists the options that take such names.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from ..base.errors import ConfigError, nearest
 
 ENVIRONMENT_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
 
-# Modules whose classes, and those of modules below, may be named. Importing them has no effect beside.
+# Importing these modules, and those below, has no side effects.
 _BUILT_IN = (
     "torch.nn",
     "torch.optim",
@@ -37,15 +34,14 @@ _BUILT_IN = (
     "transformers.models",
     "meshwright.objectives",
 )
-# What the pipeline's own loss is called where its config is written as JSON, and the plan of the reference: where it is
-# offered, and where it is defined.
+# The pipeline's own loss, as its config is written to JSON, and the reference's plan under each of its names.
 _BUILT_IN_FUNCTIONS = (
     "meshwright.step.token_loss.target_loss_sum",
     "meshwright_fsdp2.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.hf_plan.get_hf_tp_shard_plan",
 )
-# Beside the modelling code of transformers lie scripts that convert checkpoints.
+# Not the scripts that convert checkpoints, which are next to the modelling code.
 _MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
 _users: set[str] = set()
 
@@ -57,31 +53,26 @@ _KINDS: Mapping[Kind, Callable[[Any], bool]] = MappingProxyType(
 
 
 def allow_imports(*modules: str) -> None:
-    """Let configurations name classes, functions and plans of these modules and of all modules below them, for the
-    rest of the process.
+    """Let configurations name classes, functions and plans of these modules, and of modules below them.
 
     Args:
         modules: names, such as "my_package.layers".
 
     Raises:
-        ConfigError: a name is no module name.
+        ConfigError: a name is not a module name.
     """
     _users.update(_checked(module, "allow_imports") for module in modules)
 
 
 def allowed_imports() -> list[str]:
-    """The modules that names may come from: the built-in ones, those of `allow_imports`, those of the environment."""
+    """Return the modules that names may come from: built-in, of `allow_imports`, and of the environment."""
     return sorted({*_BUILT_IN, *_users_modules()})
 
 
 def check_import(name: str) -> None:
-    """Refuse a name that is not on the allow-list, without importing anything.
+    """Refuse a dotted name, such as "torch.optim.AdamW", that is not on the allow-list, without importing anything.
 
-    Args:
-        name: with its module, such as "torch.optim.AdamW".
-
-    Raises:
-        ConfigError: the name is no dotted name, or its module is not on the list.
+    Raises ConfigError if it is not a dotted name, or its module is not on the list.
     """
     if not isinstance(name, str) or "." not in name or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{name!r} is no import path. Give module and name, such as 'torch.optim.AdamW'.")
@@ -97,11 +88,7 @@ def check_import(name: str) -> None:
 
 
 def is_users(name: str) -> bool:
-    """Whether a name lies in a module that the user has allowed, by `allow_imports` or in the environment.
-
-    Args:
-        name: with its module.
-    """
+    """Return whether a dotted name is in a module that the user has allowed."""
     return _within(name, _users_modules()) is not None
 
 
@@ -109,11 +96,10 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
     """Import a class by its path.
 
     Args:
-        name: with its module, such as "torch.optim.AdamW".
-        kind: what the name may stand for; "function" and "dict" serve plans, and are taken from the user's own modules
-            only.
-        base: a class that is not the user's own must be a subclass of it; None: any class, which the caller must not
-            make objects of.
+        name: dotted, such as "torch.optim.AdamW".
+        kind: what the name may stand for; functions and dicts come from the user's own modules only.
+        base: class that a class outside the user's modules must be derived from; None: any class, which the caller
+            must not make objects of.
 
     Raises:
         ConfigError: the name is not on the allow-list, does not exist, or is not of this kind.
@@ -139,7 +125,7 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
         raise ConfigError(f"{name!r} is not {wanted}, but {kind_found}. Name {wanted}.")
     if isinstance(found, dict):
         return found
-    # A module may hold what it has imported itself from anywhere.
+    # The module may itself have imported it from anywhere.
     home = f"{getattr(found, '__module__', None) or ''}.{leaf}"
     if not is_users(home) and not _is_built_in(home):
         raise ConfigError(
@@ -152,14 +138,7 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
 
 
 def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
-    """`import_class_from_path` of each; all are checked before any is imported.
-
-    Args:
-        class_paths: names with their modules, such as "torch.nn.Linear".
-
-    Raises:
-        ConfigError: a name is no import path, is not to be imported, or nothing is there.
-    """
+    """Import classes by their paths, all of which are checked first; see `import_class_from_path`."""
     for name in class_paths:
         check_import(name)
     return [import_class_from_path(name) for name in class_paths]
@@ -169,10 +148,9 @@ def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | N
     """Make the object that a mapping describes: `{_target_: path of its class, argument: value, ...}`.
 
     Args:
-        mapping: arguments; names of dtypes, such as "bfloat16" or "torch.bfloat16", become dtypes where the argument's
-            name ends in `dtype`.
-        expected: the class, or its subclasses.
-        default: the class where `_target_` is left out; None: `expected`.
+        mapping: strings of arguments whose name ends in `dtype` become dtypes.
+        expected: base class of the object.
+        default: class of the object if `_target_` is missing; None: `expected`.
 
     Raises:
         ConfigError: the class is not on the allow-list or not a subclass, or an argument is wrong.
@@ -200,11 +178,7 @@ def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | N
 
 
 def dtype(name: str) -> Any:
-    """The `torch.dtype` of a name such as "bfloat16" or "torch.bfloat16".
-
-    Raises:
-        ConfigError: there is no such dtype.
-    """
+    """Return the `torch.dtype` of a name such as "bfloat16" or "torch.bfloat16". Raises ConfigError."""
     import torch
 
     found = getattr(torch, str(name).removeprefix("torch."), None)
@@ -214,7 +188,6 @@ def dtype(name: str) -> Any:
 
 
 def _is_built_in(name: str) -> bool:
-    """Whether a name lies in a module that is always allowed."""
     if name in _BUILT_IN_FUNCTIONS:
         return True
     module = _within(name, _BUILT_IN)
@@ -232,7 +205,7 @@ def _users_modules() -> set[str]:
 
 
 def _within(name: str, modules: Iterable[str]) -> str | None:
-    """The module that `name` is or lies below, a dot apart: "torchevil.x" is not within "torch"."""
+    """Return the module that a name is in; "torchevil.x" is not in "torch"."""
     return next((module for module in modules if name == module or name.startswith(f"{module}.")), None)
 
 
@@ -245,12 +218,12 @@ def _checked(module: str, where: str) -> str:
 
 
 def _import(module: str, name: str) -> Any:
-    """The module, or the class that holds a nested name."""
+    """Import a module, or the class that holds a nested name."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         parent, _, leaf = module.rpartition(".")
-        # The path may go on through a class; a missing dependency of an existing module is told as it is.
+        # The last part may be a class; a missing dependency of an existing module is an error.
         if parent and error.name == module:
             holder = _attribute(_import(parent, name), leaf, name)
             if inspect.isclass(holder):

@@ -1,8 +1,7 @@
-"""Read YAML and JSON that somebody wrote by hand or a crash cut off: bounded in size and depth, and never guessed at.
+"""Read files that others wrote, within bounds of size, depth and time. No torch in this module.
 
-YAML is read by the core schema of YAML 1.2: yes, on, 1:30 and 2024-01-01 are words, 3e-4 is a number. So is 010 a
-word, which was eight in YAML 1.1 and is ten in 1.2: nobody can tell what its writer meant.
-Source: YAML 1.2.2, section 10.3.
+YAML is read by the core schema of YAML 1.2: yes, on, 1:30 and 2024-01-01 are strings, 3e-4 is a number. 010 is a
+string, too: it is eight in YAML 1.1 and ten in 1.2. Source: YAML 1.2.2, section 10.3.
 """
 
 from __future__ import annotations
@@ -11,9 +10,13 @@ import errno
 import json
 import os
 import re
+import signal
 import stat
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 import yaml
@@ -21,9 +24,9 @@ import yaml
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
 MAX_JSON_BYTES = 1 << 28
-"""Of a JSON file beside a model's weights: an index names each tensor of large models."""
+"""Of JSON files of models: an index names each tensor."""
 MAX_VALUES = 100_000
-"""Of a YAML file, with every alias written out: a few short lines of aliases can stand for billions of values."""
+"""Of a YAML file with its aliases expanded: a few short lines can stand for billions of values."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TAG = "tag:yaml.org,2002:"
@@ -35,13 +38,13 @@ _CORE_SCHEMA = {
         r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
-    # Not of the core schema, but common: keys of another mapping.
+    # Not in the core schema, but common.
     "merge": (r"<<", ["<"]),
 }
 
 
 class _Loader(yaml.SafeLoader):
-    """The core schema, in which no key is given twice."""
+    """Loads the core schema, and refuses duplicate keys and tags."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 the base's is YAML 1.1's
     _depth = 0
@@ -70,7 +73,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that either version of YAML would read as something else."""
+    """Quotes strings that either version of YAML would read as something else."""
 
 
 for _name, (_pattern, _first) in _CORE_SCHEMA.items():
@@ -79,13 +82,9 @@ for _name, (_pattern, _first) in _CORE_SCHEMA.items():
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that one YAML document holds; a mapping, list, text, number, truth value or None.
-
-    Raises:
-        ValueError: the text is not valid YAML, gives a key twice, or is nested too deeply or too large.
-    """
+    """Return the value of one YAML document. Raises ValueError."""
     try:
-        # Making a loader looks for characters that are not allowed.
+        # Creating a loader checks for characters that are not allowed.
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
@@ -96,117 +95,11 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-class _BlockDumper(_Dumper):
-    """Writes a text of several lines as such."""
-
-
-_BlockDumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style="|" if "\n" in text else None)
-)
-
-
-def as_yaml(value: Any, *, blocks: bool = False) -> str:
-    """YAML of plain values, which `parse_yaml` and readers of YAML 1.1 read as the same.
-
-    Args:
-        blocks: write texts of several lines as such.
-    """
-    dumper = _BlockDumper if blocks else _Dumper
-    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: the text is not valid JSON, or nested too deeply.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _parts(outer)]
-        if not level:
-            return value
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file of somebody else holds.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no UTF-8, no JSON, nested too deeply, too large, or holds something else than an object.
-    """
-    with open_regular(path) as file:
-        content = file.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise ValueError(f"it is larger than {MAX_JSON_BYTES:,} bytes")
-    value = parse_json(content.decode("utf-8-sig"))
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
-    return value
-
-
-def json_object_or_empty(path: Path) -> dict[str, Any]:
-    """The same, or nothing where it cannot be read: who needs the file says what is wrong with it."""
-    try:
-        return read_json_object(path)
-    except (OSError, ValueError):
-        return {}
-
-
-def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a file that somebody else may have made, to be read: a pipe, at which one would wait for ever, is refused.
-
-    Raises:
-        OSError: it is no file, or cannot be opened.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return open(file, "rb", buffering=buffering)
-
-
-def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a small file that somebody else may have made.
-
-    Raises:
-        OSError: it is no file, is larger, or cannot be read.
-    """
-    with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
-    return content
-
-
-def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a small file, be it a pipe or a device.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not UTF-8, or larger.
-    """
-    with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"it is larger than {max_bytes:,} bytes")
-    return content.decode("utf-8-sig")
-
-
-def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
 def _check_size(node: yaml.Node, depth: int, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
-    """How many values a node stands for and how deeply they are nested, aliases written out.
+    """Return number of values and depth of a node with its aliases expanded.
 
     Args:
-        known: the same of nodes seen before; None while a node is looked at, which then holds itself.
+        known: results of earlier nodes; None while a node is visited, which then contains itself.
     """
     if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
         raise ValueError(f"{node.value!r:.80} holds half of a surrogate pair, which is no text")
@@ -233,8 +126,116 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         yield from node.value
 
 
+class _BlockDumper(_Dumper):
+    """Writes strings of several lines as blocks."""
+
+
+_BlockDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style="|" if "\n" in text else None)
+)
+
+
+def as_yaml(value: Any, *, blocks: bool = False) -> str:
+    """Return YAML that `parse_yaml` and readers of YAML 1.1 read alike; `blocks` writes long strings as blocks."""
+    dumper = _BlockDumper if blocks else _Dumper
+    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is not valid, or nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _parts(outer)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading; refuse a pipe, which could be waited for forever. Raises OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return open(file, "rb", buffering=buffering)
+
+
+def _bounded(file: BinaryIO, max_bytes: int) -> bytes:
+    with file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes:,} bytes")
+    return content
+
+
+def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a file. Raises OSError if it is not a regular file, is larger, or cannot be read."""
+    try:
+        return _bounded(open_regular(path), max_bytes)
+    except ValueError as error:
+        raise OSError(errno.EFBIG, str(error), str(path)) from None
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Return the UTF-8 text of a file, a pipe or a device. Raises OSError or ValueError."""
+    return _bounded(path.open("rb"), max_bytes).decode("utf-8-sig")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds. Raises OSError or ValueError."""
+    value = parse_json(_bounded(open_regular(path), MAX_JSON_BYTES).decode("utf-8-sig"))
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def json_object_or_empty(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, {} if it cannot be read: whoever needs the file reports what is wrong."""
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Interrupt the context after a time; for patterns and templates of others.
+
+    It interrupts Python code and `re`. There is no limit in other threads than the main one, where signals are not
+    handled, or if an alarm is set already.
+
+    Args:
+        what: takes so long, for the error.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"{what} took longer than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def reason(error: BaseException) -> str:
-    """What another library's error says of files that a user has given."""
+    """Describe another library's error about files that a user has given."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is never run, and is of no class that transformers has"
     return f"{type(error).__name__}: {error}"

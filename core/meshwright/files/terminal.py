@@ -1,7 +1,7 @@
-"""All that is written to a terminal: text of files, names and paths is escaped, and cannot steer it.
+"""Output to a terminal, with text of files, names and paths escaped so that it cannot control the terminal.
 
-Whoever prints uses `new_console`, `say` or `warn`, and nothing else; tests/security/test_terminal.py sees to it. This
-module imports rich only where it is used, and no torch.
+All output goes through `new_console`, `say` or `warn`; tests/security/test_terminal.py checks this. rich is imported
+only where it is used, and torch nowhere.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str, *, stderr: bool = False) -> None:
-    """Write text, in one piece, so that the lines of two ranks do not mix.
-
-    Args:
-        text: with its line ends. What the stream's encoding lacks is escaped, too.
-    """
+    """Write text with its line ends in one piece, so that the lines of two ranks do not mix."""
     stream = sys.stderr if stderr else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
@@ -32,12 +28,12 @@ def say(text: str, *, stderr: bool = False) -> None:
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
-    """`warnings.warn`, of text that may quote what is in files."""
+    """Call `warnings.warn` with text that may quote files."""
     warnings.warn(printable(text), category, stacklevel=stacklevel + 1)
 
 
 def escape_messages() -> None:
-    """From now on, what libraries log in this process, and of what they warn, is escaped, too."""
+    """Escape what libraries log and warn of in this process."""
     logging.setLogRecordFactory(_Record)
     if not getattr(warnings.formatwarning, "escapes", False):
         warnings.formatwarning = _escaping(warnings.formatwarning)
@@ -57,7 +53,7 @@ def _escaping(form: Callable[..., str]) -> Callable[..., str]:
 
 
 def new_console(**options: Any) -> Console:
-    """A console of rich that prints text as it is: square brackets are no markup, colons no emoji.
+    """Return a rich console that prints text as it is, without markup and emoji.
 
     Args:
         options: of `rich.console.Console`, such as stderr=True.
@@ -65,7 +61,7 @@ def new_console(**options: Any) -> Console:
     from rich.console import Console, RenderHook
 
     class Escaping(RenderHook):
-        """Escapes what renderables have made, just before it is written."""
+        """Escapes what renderables produce, just before it is written."""
 
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [_Escaped(each) for each in renderables]
@@ -76,14 +72,14 @@ def new_console(**options: Any) -> Console:
 
 
 def styled(markup: str) -> Text:
-    """Text from rich's markup; values in it that are not ours must have gone through `plain`."""
+    """Return text with rich's markup; values of others in it must be escaped by `plain`."""
     from rich.text import Text
 
     return Text.from_markup(markup, emoji=False)
 
 
 def plain(text: object) -> str:
-    """A value for `styled`, of which nothing is markup."""
+    """Escape a value for `styled`."""
     from rich.markup import escape
 
     return escape(printable(str(text)))

@@ -1,7 +1,7 @@
-"""Write files of a run's directory: whole, and never through a link.
+"""Write files of a run's directory: completely, and never through a link. No torch in this module.
 
-A directory that came from elsewhere may have links of the names that a run writes. A file that is written whole gets
-its name by a rename, which replaces a link; one that grows is not opened through a link. No torch in this module.
+A directory that came from elsewhere may hold links with the names that a run writes. A file that is written completely
+gets its name by a rename, which replaces a link; one that grows is not opened through a link.
 """
 
 from __future__ import annotations
@@ -12,15 +12,34 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
+
+from pydantic import AfterValidator
+
+
+def check_path(value: str) -> str:
+    """Raise ValueError if no file can have this name, so that a run does not fail later."""
+    if not value or "\0" in value:
+        raise ValueError("is no path: it is empty, or holds a zero byte")
+    if any(len(part.encode()) > 255 for part in value.split("/")) or len(value.encode()) > 4000:
+        raise ValueError("is too long for a path: 255 bytes between slashes, 4,000 in all")
+    if value.startswith("~"):
+        try:
+            Path(value).expanduser()
+        except RuntimeError:
+            raise ValueError("names the home directory of a user who is unknown here") from None
+    return value
+
+
+PathText = Annotated[str, AfterValidator(check_path)]
+"""Path of a file or directory in a config; it need not exist."""
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
-    """Write a file that is there whole or not at all. OSError: it cannot be written.
+    """Write a file that exists completely or not at all; text as UTF-8. Raises OSError.
 
     Args:
-        content: text is written as UTF-8.
-        mode: who may read and write it, less what the process withholds from all its files.
+        mode: permissions, less the process's umask.
     """
     with written_whole(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -28,7 +47,7 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def written_whole(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """An empty file to write into, which gets its name when the context is left without an error."""
+    """Yield an empty file, which gets its name when the context is left without an error."""
     new = fresh(path.with_name(f"{path.name}.tmp"))
     try:
         with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b") as file:
@@ -40,18 +59,14 @@ def written_whole(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def fresh(path: Path) -> Path:
-    """The path, with nothing there any more, for a library that opens it itself."""
+    """Remove a file, and return its path for a library that opens it itself."""
     path.unlink(missing_ok=True)
     return path
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file that grows, and make it if it is missing; the caller closes it.
-
-    Raises:
-        OSError: it is a link or a pipe, or cannot be opened.
-    """
-    # At a pipe that nobody reads, one would wait for ever.
+    """Open a file that grows, creating it if needed; the caller closes the descriptor. Raises OSError."""
+    # Without O_NONBLOCK, opening a pipe that nobody reads waits forever.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -61,6 +76,6 @@ def open_to_append(path: Path) -> int:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to a file. OSError: as `open_to_append`."""
+    """Add text to a file. Raises OSError as `open_to_append`."""
     with open(open_to_append(path), "w", encoding="utf-8") as file:
         file.write(text)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .._compat.profiling import marked
-from ..events.marks import WAIT
+from ..events.step import WAIT
 
 T = TypeVar("T")
 

@@ -1,9 +1,8 @@
-"""Copy a run's state into the memory of its nodes while it goes on.
+"""Copy a run's state into the memory of its nodes while it trains.
 
-[Note: copies] `Copier.copy` returns when this rank's part is in memory of the host. A thread then hands it to the
-keeper of its node, and sends it to that of the next node, with a process group of its own. When all ranks have, the
-first one makes the manifest, and each has its keeper seal the step. Until that is done on all ranks, no further step is
-copied: one that is due meanwhile is left out.
+[Note: copies] `Copier.copy` returns when this rank's part is in host memory. A thread with a process group of its own
+hands it to the keeper of its node, and sends it to that of the next node. When all ranks have done so, the first one
+makes the manifest, and each rank has its keeper seal the step. A step that is due before that is left out.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import ConfigError
 from ..checkpoint.agreement import Agreement
-from ..checkpoint.content import Content, content_of
 from ..checkpoint.index import payload_name
 from ..checkpoint.keys import Key
 from ..checkpoint.manifest import StoredFile, sealed
+from ..checkpoint.saving import Content, content_of
 from ..files.terminal import warn
 from ..launch.stopping import Stopped
 from ..mesh.world import new_group
@@ -40,23 +39,23 @@ _COPIES = 2
 
 
 class Copier:
-    """Copies steps; see [Note: copies]. A context manager. All ranks call its methods together.
+    """Copies steps; see [Note: copies]. A context manager. All methods are collective.
 
     Args:
         manager: whose state is copied.
         keepers: of the world.
-        run: the id of the run.
-        step: after which the run goes on; what keepers have of later ones, and of other runs, is let go.
+        run: id of the run.
+        step: that the run resumes from; keepers drop later steps, and those of other runs.
         every: steps between copies.
-        bandwidth: bytes a second that a rank sends to another node; None: as many as there can be.
+        bandwidth: bytes per second that a rank sends to another node; None: no limit.
         key: that manifests are signed with.
         memory_bytes: of this node.
-        tell: called on the first rank with `copied` and `left_out`, so far: now and then, and at the end.
+        tell: called on the first rank with the numbers `copied` and `left_out`, now and then and at the end.
 
     Attributes:
-        copied: steps that are whole in memory, of those that this has copied.
-        left_out: steps that were due, but for the one before them.
-        last: the last step that is whole; None: none.
+        copied: number of steps that are complete in memory.
+        left_out: number of steps that were due, but not copied.
+        last: the last step that is complete; None: none.
     """
 
     def __init__(
@@ -85,22 +84,19 @@ class Copier:
         keepers.keep(run, step, manager.mesh.world)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be copied."""
         return not self._has_ceased and step % self._every == 0
 
     def copy(
         self, step: int, *, scheduler: LRScheduler | None = None, extra: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """Copy the state after so many steps, if the copy before is done on all ranks. Collective.
+        """Copy the state after so many steps, unless the previous copy is not finished on all ranks. Collective.
 
         Args:
-            extra: gives further values of JSON.
+            extra: returns further JSON values.
 
-        Raises:
-            ConfigError: copies do not fit into the memory of a node; on all ranks.
+        Raises ConfigError, on all ranks, if copies do not fit into the memory of a node.
         """
-        is_busy = self._thread is not None and self._thread.is_alive()
-        if not self._may_go_on(is_busy, step):
+        if not self._is_ready(step):
             return
         content = content_of(
             self._manager, self._group, step=step, scheduler=scheduler, extra=extra(), agreement=self._agreement
@@ -110,7 +106,8 @@ class Copier:
         self._thread = threading.Thread(target=self._hand_over, args=(content, room, step), name="meshwright-copies")
         self._thread.start()
 
-    def _may_go_on(self, is_busy: bool, step: int) -> bool:
+    def _is_ready(self, step: int) -> bool:
+        is_busy = self._thread is not None and self._thread.is_alive()
         busy, failed = self._manager.mesh.world.reduce_ints([is_busy, bool(self._failed)])
         is_first = self._manager.mesh.rank == 0
         if failed and not busy:
@@ -130,7 +127,7 @@ class Copier:
         return False
 
     def _check_memory(self, mine: int) -> None:
-        """Refuse what does not fit, where something new was agreed on. Collective."""
+        """Refuse copies that do not fit, whenever the state has changed its size. Collective."""
         if self._checked == self._agreement.times:
             return
         self._checked, world = self._agreement.times, self._manager.mesh.world
@@ -149,15 +146,14 @@ class Copier:
         dist.all_gather_object(every, mine, group=self._group)
         return every
 
-    # -- in the thread
-
     def _hand_over(self, content: Content, room: Room, step: int) -> None:
+        """Run in the thread."""
         try:
             error, files = "", {}
             try:
                 files = self._put(content, room, step)
             except Exception as caught:
-                # The others wait to hear of it.
+                # The other ranks wait for this one's result.
                 error = f"rank {self._manager.mesh.rank}: {caught}"
             manifest, error = self._completed(content, error, files)
             if manifest is None:
@@ -166,11 +162,11 @@ class Copier:
             self._links[0].ask("seal", run=self._run, step=step, manifest=manifest)
             self.copied, self.last = self.copied + 1, step
         except Exception as caught:
-            # The keeper was killed, or a peer is gone, which the main thread will meet, too.
+            # The keeper was killed, or another rank is gone, which the main thread will notice, too.
             self._failed = f"{type(caught).__name__}: {caught}"
 
     def _put(self, content: Content, room: Room, step: int) -> dict[str, StoredFile]:
-        """Hand this rank's files over; what they are."""
+        """Hand this rank's files to the keepers; return their sizes and checksums."""
         keepers, next_node = self._keepers, self._keepers.next_node
         if not self._links:
             nodes = [keepers.here] + ([] if next_node is None else [next_node])
@@ -191,7 +187,7 @@ class Copier:
         link.ask("put", None, self._paced(view), run=self._run, step=step, name=name, size=view.nbytes)
 
     def _paced(self, view: memoryview) -> Iterator[memoryview]:
-        """Parts of some bytes, as slowly as the bandwidth says."""
+        """Yield parts of some bytes, as slowly as the bandwidth demands."""
         began, rate = time.monotonic(), self._bandwidth
         chunk = _CHUNK if rate is None else max(1, min(_CHUNK, int(rate / _CHUNKS_A_SECOND)))
         for begin in range(0, view.nbytes, chunk):
@@ -200,7 +196,7 @@ class Copier:
             yield view[begin : begin + chunk]
 
     def _completed(self, content: Content, error: str, files: Mapping[str, StoredFile]) -> tuple[str | None, str]:
-        """The manifest of a step that all ranks have handed over, or what went wrong. Collective."""
+        """Return the manifest of a step that all ranks have handed over, or what went wrong. Collective."""
         is_first = self._manager.mesh.rank == 0
         found: list[Any] = [None] * self._manager.mesh.world.size
         dist.gather_object((error, dict(files)), found if is_first else None, group=self._group, group_dst=0)
@@ -208,17 +204,15 @@ class Copier:
         if is_first:
             wrong = "; ".join([each for each, _ in found if each][:5])
             every = {name: stored for _, each in found for name, stored in each.items()}
-            # A rank verifies its own part, where ranks are as many as there were.
+            # Tensors first, so that each rank verifies its own part if there are as many ranks as before.
             ordered = dict(sorted(every.items(), key=lambda each: (not each[0].startswith("tensors-"), each[0])))
             box[0] = (None if wrong else sealed(replace(content.manifest, files=ordered), self._key), wrong)
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         result: tuple[str | None, str] = box[0]
         return result
 
-    # -- the end
-
     def close(self) -> None:
-        """Wait for the last copy, and have keepers let go of all: the run needs them no more. Collective."""
+        """Wait for the last copy, and have keepers drop all steps of the finished run. Collective."""
         if self._thread is not None:
             self._thread.join()
         if self._manager.mesh.rank == 0:
@@ -237,9 +231,9 @@ class Copier:
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Stopped) and self._thread is not None:
-            # All ranks have stopped in order, and none may leave what others still wait for.
+            # All ranks have stopped in order, and others may still wait for this one's copy.
             self._thread.join()
-        # After an error the peers may never reach this point.
+        # After an error the other ranks may never get here.
         if error_type is None:
             self.close()
 

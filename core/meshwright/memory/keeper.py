@@ -1,15 +1,13 @@
 """The process that holds copies of state on one node: `python -m meshwright.memory.keeper SOCKET PID IDENTITY`.
 
-[Note: nothing is left] What it holds is in memory without a name (memfd), which vanishes with it. The socket by which
-it is reached (see `socket_file`) it removes when it ends; where it was killed, the next keeper does. It ends when the
-process does that has started the ranks, however that ends. It is in a session of its own, since torchrun kills the
-process groups of its ranks, and heeds no signal that schedulers send to all processes; only SIGKILL ends it before.
+[Note: nothing is left] Copies are in anonymous memory (memfd), which vanishes with the process. Its socket (see
+`socket_file`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
+the ranks. It has a session of its own, since torchrun kills the process groups of its ranks, and ignores the signals
+that schedulers send to all processes; only SIGKILL ends it earlier.
 
-[Note: steps that are kept] A step is written file by file, and sealed by its manifest, which ranks send once all of
-them have handed over their files everywhere. Then what was before it is let go. So at any time either the last sealed
-step is whole on the keepers that are left, or none of them has let go of the one before.
-
-This module imports no torch.
+[Note: steps that are kept] A step is written file by file, and sealed by its manifest once all ranks have handed over
+all files everywhere. Then earlier steps are dropped. So at any time either the last sealed step is complete on the
+remaining keepers, or none of them has dropped the one before. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from . import socket_file, wire
 
 _LOOK_S = 0.5
 STRANGERS = 64
-"""Connections from other nodes that have not shown yet that they know the token; more wait to be accepted."""
+"""Connections from other nodes that have not proven yet that they know the token; more wait to be accepted."""
 FRIENDS = 1024
 """Connections that have; more are refused."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -39,7 +37,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 @dataclass(frozen=True)
 class File:
-    """One that is kept: in memory, and open."""
+    """An open file in memory, and its size."""
 
     file: int
     size: int
@@ -47,18 +45,14 @@ class File:
 
 @dataclass
 class Step:
-    """What is kept of a step.
-
-    Attributes:
-        manifest: the text of the manifest, once it is sealed.
-    """
+    """Files of a step, and the text of its manifest once it is sealed."""
 
     files: dict[str, File] = field(default_factory=dict)
     manifest: str | None = None
 
 
 class Shelf:
-    """All that a keeper has: the steps of one run."""
+    """The steps of one run."""
 
     def __init__(self) -> None:
         self._run = ""
@@ -66,7 +60,7 @@ class Shelf:
         self._lock = threading.Lock()
 
     def keep(self, run: str, step: int) -> None:
-        """Be for a run that goes on after a step: nothing of others, and nothing later, is of use."""
+        """Drop all steps that are later than the one a run resumes from, or of another run."""
         with self._lock:
             for number in list(self._steps):
                 if run != self._run or number > step:
@@ -74,7 +68,7 @@ class Shelf:
             self._run = run
 
     def put(self, run: str, step: int, name: str, file: File) -> None:
-        """Keep a file, whose owner is now the shelf. OSError: of another run, or of a step that is sealed."""
+        """Take over a file. Raises OSError if it is of another run, or of a sealed step."""
         with self._lock:
             kept = self._steps.get(step, Step())
             if run != self._run or kept.manifest is not None:
@@ -87,7 +81,7 @@ class Shelf:
             kept.files[name] = file
 
     def seal(self, run: str, step: int, manifest: str) -> None:
-        """A step is complete; see [Note: steps that are kept]."""
+        """Mark a step as complete, and drop earlier ones; see [Note: steps that are kept]."""
         with self._lock:
             if run != self._run or step not in self._steps:
                 raise OSError(f"step {step} of run {run!r} is not here")
@@ -97,7 +91,6 @@ class Shelf:
                     self._drop(number)
 
     def listed(self) -> dict[str, Any]:
-        """What there is."""
         with self._lock:
             steps = {
                 str(number): {
@@ -109,7 +102,7 @@ class Shelf:
             return {"run": self._run, "steps": steps}
 
     def opened(self, step: int, name: str) -> File:
-        """A file, open once more. OSError: it is not here."""
+        """Return a duplicate of a file's descriptor. Raises OSError if there is no such file."""
         with self._lock:
             file = self._steps.get(step, Step()).files.get(name)
             if file is None:
@@ -122,11 +115,7 @@ class Shelf:
 
 
 class Keeper:
-    """Answers ranks, each connection in a thread of its own.
-
-    Attributes:
-        id: no other keeper's.
-    """
+    """Answers ranks, with a thread for each connection. Its `id` is unique."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
@@ -137,7 +126,7 @@ class Keeper:
         self._strangers, self._friends = threading.Semaphore(STRANGERS), threading.Semaphore(FRIENDS)
 
     def listen(self, listener: socket.socket, *, is_local: bool) -> None:
-        """Take connections, in the background."""
+        """Accept connections, in the background."""
         threading.Thread(target=self._accept, args=(listener, is_local), daemon=True).start()
 
     def _accept(self, listener: socket.socket, is_local: bool) -> None:
@@ -148,7 +137,7 @@ class Keeper:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._serve, args=(connection, is_local), daemon=True).start()
             except (OSError, RuntimeError):
-                # As many are open, or threads there, as there may be; some will end.
+                # There are as many open files or threads as allowed; some will end.
                 if not is_local:
                     self._strangers.release()
                 threading.Event().wait(_LOOK_S)
@@ -179,34 +168,32 @@ class Keeper:
                 wire.send(connection, {"error": f"{type(error).__name__}: {error}"})
 
     def _answer(self, connection: socket.socket, message: dict[str, Any], file: int | None, is_local: bool) -> None:
-        what = message["do"]
-        if what == "put":
-            kept = File(file, int(message["size"])) if file is not None else _received(connection, message["size"])
-            work = lambda: self._shelf.put(message["run"], message["step"], message["name"], kept)  # noqa: E731
-        elif what == "take":
+        """Answer a message. Ranks of other nodes may only put, take and list."""
+        what, answer = message["do"], {}
+        if what == "take":
             self._give(connection, message, is_local)
             return
-        elif what == "list":
-            wire.send(connection, {"id": self.id, **self._shelf.listed()})
-            return
-        elif what == "keep" and is_local:
-            work = lambda: self._shelf.keep(message["run"], message["step"])  # noqa: E731
-        elif what == "seal" and is_local:
-            work = lambda: self._shelf.seal(message["run"], message["step"], message["manifest"])  # noqa: E731
-        elif what == "serve" and is_local:
-            wire.send(connection, {"port": self._serving(message["host"], message["token"])})
-            return
-        else:
-            raise ValueError(f"{what} is nothing that a keeper does")
+        # Errors of the connection itself end it, unlike those of the shelf.
+        received = self._received(connection, message, file) if what == "put" else None
         try:
-            work()
+            if received is not None:
+                self._shelf.put(message["run"], message["step"], message["name"], received)
+            elif what == "list":
+                answer = {"id": self.id, **self._shelf.listed()}
+            elif what == "keep" and is_local:
+                self._shelf.keep(message["run"], message["step"])
+            elif what == "seal" and is_local:
+                self._shelf.seal(message["run"], message["step"], message["manifest"])
+            elif what == "serve" and is_local:
+                answer = {"port": self._serving(message["host"], message["token"])}
+            else:
+                raise ValueError(f"{what} is nothing that a keeper does")
         except OSError as error:
-            wire.send(connection, {"error": str(error)})
-            return
-        wire.send(connection, {})
+            answer = {"error": str(error)}
+        wire.send(connection, answer)
 
     def _serving(self, host: str, token: str) -> int:
-        """The port at which ranks of other nodes are answered that know this token, and no earlier one."""
+        """Serve ranks of other nodes that know this token, and no earlier one; return the port."""
         with self._lock:
             self._token = token
             if not self._port:
@@ -236,33 +223,31 @@ class Keeper:
         finally:
             os.close(kept.file)
 
-
-def _received(connection: socket.socket, size: int) -> File:
-    """What comes over the network, in memory."""
-    file = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(file, size)
-        if size:
-            # The mapping goes with its last view, which an error may hold for a while.
-            wire.fill(connection, memoryview(mmap.mmap(file, size)))
-    except BaseException:
-        os.close(file)
-        raise
-    return File(file, size)
+    @staticmethod
+    def _received(connection: socket.socket, message: dict[str, Any], file: int | None) -> File:
+        """Return the file that came with a message, or the bytes that follow it, in memory."""
+        size = message["size"]
+        if file is not None:
+            return File(file, int(size))
+        file = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, size)
+            if size:
+                # The mapping is freed with its last view, which an error may hold for a while.
+                wire.fill(connection, memoryview(mmap.mmap(file, size)))
+        except BaseException:
+            os.close(file)
+            raise
+        return File(file, size)
 
 
 def main(path: Path, pid: int, identity: str) -> None:
-    """Be a keeper until a process has ended.
-
-    Args:
-        path: of the socket.
-        pid, identity: of the process that has started the ranks.
-    """
+    """Serve at a socket until the process that started the ranks has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     listener = socket_file.listen_at(path)
     if listener is None:
-        # There is one already.
+        # There is a keeper already.
         return
     Keeper().listen(listener, is_local=True)
     await_end(pid, identity)

@@ -1,4 +1,4 @@
-"""The keepers of all nodes, as a rank reaches them: its own node's by a socket file, others by TCP."""
+"""The keepers of all nodes, as a rank reaches them: its own node's by a socket file, the others by TCP."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ _ANYWHERE = "0.0.0.0"
 
 
 class Node(NamedTuple):
-    """A node that has ranks.
-
-    Attributes:
-        keeper: the id of its keeper.
-        ranks: of the world.
-        address: host and port of its keeper, for other nodes; None: the only node.
-    """
+    """A node that has ranks: the id of its keeper, its ranks, and host and port of the keeper for other nodes."""
 
     keeper: str
     ranks: tuple[int, ...]
@@ -44,11 +38,11 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Keepers:
-    """Those of a world.
+    """The keepers of a world.
 
     Attributes:
         nodes: in the order of their first ranks.
-        here: this rank's, among them.
+        here: number of this rank's node.
     """
 
     nodes: tuple[Node, ...]
@@ -57,20 +51,16 @@ class Keepers:
 
     @property
     def next_node(self) -> int | None:
-        """The node that has the other copies of what is here; None: there is no other."""
+        """The node that has the second copy of this node's state; None if there is only one node."""
         return (self.here + 1) % len(self.nodes) if len(self.nodes) > 1 else None
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first one of its node."""
+        """Whether this rank is the first of its node."""
         return dist.get_rank() == self.nodes[self.here].ranks[0]
 
-    def node_of(self, rank: int) -> int:
-        """Where a rank is; -1: there is no such rank."""
-        return next((number for number, node in enumerate(self.nodes) if rank in node.ranks), -1)
-
     def link(self, node: int) -> Link:
-        """A connection to a keeper. OSError: there is none."""
+        """Connect to a keeper. Raises OSError."""
         if node == self.here:
             return _own_link()
         address = self.nodes[node].address
@@ -86,23 +76,19 @@ class Keepers:
         return Link(connection)
 
     def listed(self, world: World) -> list[Mapping[str, Any]]:
-        """What each keeper has; nothing where it does not answer. Collective."""
+        """Return what each keeper has; nothing for one that does not answer. Collective."""
         mine: dict[str, Any] = {"run": "", "steps": {}}
         if self.leads:
             try:
                 mine = _asked_own("list")
             except OSError:
-                # It has been killed: what it had is gone.
+                # It was killed, and its copies are gone.
                 mine = {"run": "", "steps": {}}
         found = _gathered(mine, world)
         return [found[node.ranks[0]] for node in self.nodes]
 
     def keep(self, run: str, step: int, world: World) -> None:
-        """Have all be for a run that goes on after a step, so that they let go of all else. Collective.
-
-        Raises:
-            RankError: one does not answer; on all ranks.
-        """
+        """Have all keepers drop what a run that resumes from a step does not need. Collective. Raises RankError."""
 
         def work() -> None:
             try:
@@ -115,16 +101,11 @@ class Keepers:
 
 
 def open_keepers(world: World) -> Keepers:
-    """Find the keeper of each node, or start one. Collective.
-
-    Raises:
-        ConfigError: this system cannot have one; on all ranks.
-        RankError: one cannot be started; on all ranks.
-    """
+    """Find the keeper of each node, or start one. Collective. Raises ConfigError or RankError."""
     keeper = world.together(_found_or_started)
-    told = _gathered(keeper, world)
+    found = _gathered(keeper, world)
     nodes = [
-        Node(each, tuple(rank for rank, other in enumerate(told) if other == each)) for each in dict.fromkeys(told)
+        Node(each, tuple(rank for rank, other in enumerate(found) if other == each)) for each in dict.fromkeys(found)
     ]
     here = next(number for number, node in enumerate(nodes) if node.keeper == keeper)
     token = world.from_first(lambda: secrets.token_hex(32))
@@ -145,7 +126,7 @@ def _gathered(value: Any, world: World) -> list[Any]:
 
 
 def _found_or_started() -> str:
-    """The id of this node's keeper, which the first of its ranks starts where there is none."""
+    """Return the id of this node's keeper, which the node's first rank starts if there is none."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED") or not identity_of(os.getpid()):
         raise ConfigError("checkpoint.replicate needs Linux, with /proc. Leave it out.")
     try:
@@ -171,15 +152,15 @@ def _found_or_started() -> str:
 def _start() -> None:
     pid = launcher_pid()
     command = [*PYTHON, "-m", f"{__package__}.keeper", str(_socket()), str(pid), identity_of(pid)]
-    # See [Note: nothing is left] in `keeper`. It holds nothing open that others wait to see closed.
+    # See [Note: nothing is left] in `keeper`. It must not hold open what others wait to see closed.
     nothing = subprocess.DEVNULL
     started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    # Nobody waits for it, and Python need not warn of that.
+    # Nobody waits for it; without a return code Python would warn.
     started.returncode = 0
 
 
 def _socket() -> Path:
-    """The keeper's: one for each process that starts ranks."""
+    """Return the path of the socket of the keeper: one for each process that starts ranks."""
     return socket_path(hashlib.sha256(identity_of(launcher_pid()).encode()).hexdigest()[:32])
 
 
@@ -203,12 +184,8 @@ def _asked_own(what: str, **values: Any) -> dict[str, Any]:
 
 
 def _address(host: str, token: str, *, is_one_machine: bool) -> tuple[str, int]:
-    """Where other nodes reach this node's keeper: in the network in which the ranks meet.
-
-    Args:
-        host: this node's address there.
-    """
-    # A node may know itself by its loopback alone. Others call it by the name that they all meet at.
+    """Return where other nodes reach this node's keeper, whose address in the ranks' network is `host`."""
+    # A node may know only its loopback; others call it by the name at which they all meet.
     is_hidden = _is_loopback(host) and not is_one_machine
     try:
         port = _asked_own("serve", host=_ANYWHERE if is_hidden else host, token=token)["port"]
@@ -224,6 +201,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
+    """Return this node's address in the network of another host; "" if there is none."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -11,20 +11,20 @@ from typing import Any, BinaryIO
 
 from ..checkpoint.index import payload_name
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.places import Access
+from ..checkpoint.places import Access, SeekableReader
 from .keepers import Keepers
+from .wire import Link
 
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """A step in the memory of nodes. All ranks read a file from the same keeper, so that what one of them has verified
-    is what the others get.
+    """A step in the memory of nodes. All ranks read a file from the same keeper, so what one has verified all get.
 
     Attributes:
         step: after which it was copied.
         manifest: its text.
-        holders: for each file, the number of the node whose keeper it is read from.
-        bytes_of: the size of each file.
+        holders: maps each file to the number of the node whose keeper it is read from.
+        bytes_of: size of each file.
     """
 
     keepers: Keepers
@@ -33,13 +33,10 @@ class MemoryPlace:
     holders: Mapping[str, int]
     bytes_of: Mapping[str, int]
     access: Access
+    name = "memory"
 
     def __str__(self) -> str:
-        return "memory"
-
-    @property
-    def name(self) -> str:
-        return "memory"
+        return self.name
 
     def sizes(self) -> dict[str, int] | None:
         return {MANIFEST: len(self.manifest), **self.bytes_of}
@@ -49,71 +46,39 @@ class MemoryPlace:
             return io.BytesIO(self.manifest)
         if name not in self.holders:
             raise OSError(f"no {name} of step {self.step}")
-        node, size = self.holders[name], self.bytes_of[name]
+        node = self.holders[name]
         link = self.keepers.link(node)
         if node != self.keepers.here:
-            return io.BufferedReader(_Remote(link, self.step, name, size), 1 << 20)
+            return io.BufferedReader(_Remote(link, self.step, name, self.bytes_of[name]), 1 << 20)
         try:
-            return io.BufferedReader(_Local(link.ask_for_file("take", step=self.step, name=name), name, size))
+            file = link.ask_for_file("take", step=self.step, name=name)
         finally:
             link.close()
+        try:
+            # Opened again: descriptors of one file share their position with those of other readers.
+            return open(f"/proc/self/fd/{file}", "rb")
+        finally:
+            os.close(file)
 
     def hint(self) -> str:
         return ""
 
 
-class _Copied(io.RawIOBase):
-    """A file of a step. Others may have it open, too, each at a position of its own."""
+class _Remote(SeekableReader):
+    """A file of a step in the memory of another node."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self._size, self._position = name, size, 0
+    def __init__(self, link: Link, step: int, name: str, size: int) -> None:
+        super().__init__(name)
+        self._link, self._step, self._nbytes = link, step, size
 
-    def readable(self) -> bool:
-        return True
+    def _size(self) -> int:
+        return self._nbytes
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")
-        room = room[: max(0, min(room.nbytes, self._size - self._position))]
-        count = self._read_into(room) if room.nbytes else 0
-        self._position += count
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        count = max(0, min(buffer.nbytes, self._nbytes - position))
+        if count:
+            self._link.ask_into(buffer[:count], "take", step=self._step, name=self.name, begin=position, size=count)
         return count
-
-    def _read_into(self, room: memoryview) -> int:
-        raise NotImplementedError
-
-
-class _Local(_Copied):
-    def __init__(self, file: int, name: str, size: int) -> None:
-        super().__init__(name, size)
-        self._file = file
-
-    def _read_into(self, room: memoryview) -> int:
-        return os.preadv(self._file, [room], self._position)
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._file)
-        super().close()
-
-
-class _Remote(_Copied):
-    def __init__(self, link: Any, step: int, name: str, size: int) -> None:
-        super().__init__(name, size)
-        self._link, self._step = link, step
-
-    def _read_into(self, room: memoryview) -> int:
-        self._link.ask_into(room, "take", step=self._step, name=self.name, begin=self._position, size=room.nbytes)
-        return room.nbytes
 
     def close(self) -> None:
         if not self.closed:
@@ -122,8 +87,9 @@ class _Remote(_Copied):
 
 
 def places_of(keepers: Keepers, listed: Sequence[Mapping[str, Any]], run: str, access: Access) -> list[MemoryPlace]:
-    """The steps of a run that are whole in the memory of nodes, the newest first; each twice where all files of it that
-    can be are read from other keepers the second time.
+    """Return the steps of a run that are complete in the memory of nodes, the newest first.
+
+    A step comes twice if its files can be read from other keepers the second time.
 
     Args:
         listed: see `Keepers.listed`.
@@ -147,7 +113,7 @@ def _places(keepers: Keepers, kept: Sequence[Mapping[str, Any]], step: int, acce
     }
     if not all(holding.values()):
         return
-    # Each rank's own part is near it, as long as ranks are where they were.
+    # A rank's own part is on its node, if ranks are where they were.
     near = {payload_name(rank): number for number, node in enumerate(keepers.nodes) for rank in node.ranks}
     first = {name: near[name] if near.get(name) in nodes else nodes[0] for name, nodes in holding.items()}
     other = {

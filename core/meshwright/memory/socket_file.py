@@ -1,7 +1,6 @@
-"""Where the ranks of a node find their keeper: a socket in a directory that other users cannot enter.
+"""The socket by which a node's ranks find their keeper, in a directory that other users cannot enter.
 
-Anyone may take the name of an abstract socket first. A directory of mode 0700 keeps out all but its owner and root.
-
+Anyone may take the name of an abstract socket first; a directory of mode 0700 keeps out all but its owner and root.
 This module imports no torch.
 """
 
@@ -16,18 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 _LONGEST = 100
-"""Characters of the path of a socket; systems allow 104 or 108."""
+"""Characters of a socket's path; systems allow 104 or 108."""
 _BACKLOG = 128
 
 
 def socket_path(name: str) -> Path:
-    """The path of a socket of this user: in XDG_RUNTIME_DIR, or in the directory for temporary files.
+    """Return the path of a socket of this user, in XDG_RUNTIME_DIR or the directory for temporary files.
 
-    Args:
-        name: no other socket's.
-
-    Raises:
-        OSError: the directory is another user's, or open to others, or its path is too long.
+    Raises OSError if the directory is another user's, or open to others, or its path is too long.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     parent = runtime if runtime and _is_private(Path(runtime)) else tempfile.gettempdir()
@@ -45,9 +40,9 @@ def socket_path(name: str) -> Path:
 
 
 def listen_at(path: Path) -> socket.socket | None:
-    """A socket there that waits for connections; None where a process that lives has one.
+    """Listen at a path; return None if a living process does so, as its lock file shows.
 
-    A lock beside it says who lives. What dead ones have left in the directory is removed.
+    Removes what dead processes left in the directory.
     """
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if not _locked(lock):
@@ -65,7 +60,7 @@ def listen_at(path: Path) -> socket.socket | None:
 
 
 def remove(path: Path) -> None:
-    """Remove what `listen_at` has made."""
+    """Remove the files that `listen_at` has made."""
     for each in (path, path.with_suffix(".lock")):
         with suppress(OSError):
             each.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from .._compat import profiling
-from ..events.marks import MARK
+from ..events.step import MARK
 
 
 def marked(name: str) -> AbstractContextManager[object]:

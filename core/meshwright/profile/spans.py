@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..events.marks import MARK, WAIT
+from ..events.step import MARK, WAIT
 
 OPERATOR, ANNOTATION, KERNEL = "cpu_op", "user_annotation", "kernel"
 """Kinds of spans, as Kineto's categories."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import ConfigError
-from ..events.marks import MARK, WAIT
+from ..events.step import MARK, WAIT
 from .activity import Activity, activity
 from .intervals import Intervals, common, length, union, without
 from .memory import MemoryPeak, memory_peak

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+    from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint, TrackerSpec
     from ..events.step import StepResult
-    from ..events.tracker import TrackerSpec
     from ..mesh.mesh import Mesh
     from ..model.layout import ModelLayout
     from .spec import StrategySpec

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from ..base.validation import FrozenModel
-from ..files.paths import PathText
+from ..files.writing import PathText
 from ..launch.stopping import StopName
 from ..mesh.sizes import Size
 from .optimizer_config import FinitePositive

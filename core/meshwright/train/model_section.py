@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..files.paths import check_path
+from ..files.writing import check_path
 
 _STRINGS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -21,11 +21,11 @@ from rich.text import Text
 
 from ..base.errors import ConfigError
 from ..checkpoint import export_checkpoint, save_checkpoint
-from ..checkpoint.directory import best_of, put_in_place
-from ..checkpoint.drafts import remove_all
+from ..checkpoint.directory import best_of, remove_all
+from ..checkpoint.drafts import put_in_place
 from ..checkpoint.manifest import BESIDE, all_in
-from ..checkpoint.opening import place_of
 from ..checkpoint.places import Access
+from ..checkpoint.remote import place_of
 from ..data import load_tokenizer
 from ..data.encoding.chat_template import read_chat_template
 from ..events.step import StepResult

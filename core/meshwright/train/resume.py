@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from ..base.errors import CheckpointError, TornCheckpointError
 from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest
-from ..checkpoint.drafts import tidy
+from ..checkpoint.directory import tidy
 from ..checkpoint.loading import checked
 from ..checkpoint.manifest import all_in, exists, unreadable
 from ..checkpoint.places import Folder, LocalFolder, Place

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ..checkpoint import Checkpointer
-from ..checkpoint.drafts import move_aside
+from ..checkpoint.directory import move_aside
 from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..files.terminal import new_console

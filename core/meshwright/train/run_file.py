@@ -13,7 +13,7 @@ from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
-from ..files.paths import PathText
+from ..files.writing import PathText
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective
 from ..profile.config import ProfileConfig

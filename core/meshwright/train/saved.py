@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..base.errors import ConfigError
 from ..checkpoint.keys import read_key
-from ..checkpoint.opening import is_url, place_of
 from ..checkpoint.places import Access, Folder
+from ..checkpoint.remote import is_url, place_of
 from ..mesh.world import World
 from .files import CHECKPOINTS
 from .run_file import RunConfig

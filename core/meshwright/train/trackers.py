@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from ..base.errors import ConfigError, nearest
 from ..base.validation import FrozenModel, validated
-from ..events.run import RunInfo
-from ..events.tracker import TrackerSpec
+from ..events.run import RunInfo, TrackerSpec
 from ..files.terminal import warn
 from ..strategy.hooks import hookimpl
 from ..strategy.registry import Registry, get_registry

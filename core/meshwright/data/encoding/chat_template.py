@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..._compat.chat_templates import render_marked
 from ...base.errors import ConfigError, DataError
-from ...files.parsing import read_regular
-from ...files.time_limit import time_limit
+from ...files.parsing import read_regular, time_limit
 from .conversations import Conversation
 from .drafts import Span
 

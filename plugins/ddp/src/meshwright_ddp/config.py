@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.base.errors import StrategyError, nearest
-from meshwright.files.deprecation import warn_deprecated
+from meshwright.files.versions import warn_deprecated
 from meshwright.model.activation_options import ActivationCheckpointing, activation_field
 from meshwright.strategy.spec import StrategyConfig
 

@@ -5,8 +5,7 @@ No library of a tracker is imported before it is built.
 
 from __future__ import annotations
 
-from meshwright.events.run import RunInfo
-from meshwright.events.tracker import TrackerSpec
+from meshwright.events.run import RunInfo, TrackerSpec
 from meshwright.strategy.hooks import hookimpl
 
 from .config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig

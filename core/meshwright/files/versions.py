@@ -1,0 +1,61 @@
+"""Versions: whether the installed torch is supported, and names and options that will be removed. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+
+from ..base.errors import StrategyError
+from .terminal import warn
+
+DISTRIBUTION = "meshwright"
+_OURS = ("meshwright", "pydantic")
+"""Packages whose frames a deprecation warning skips: ours, and what calls our validators."""
+
+
+def check_torch() -> None:
+    """Refuse a torch that is older than this package supports, from metadata alone. Raises StrategyError."""
+    try:
+        installed, oldest = importlib.metadata.version("torch"), oldest_torch()
+    except importlib.metadata.PackageNotFoundError:
+        # No torch, or a source tree that is not installed: an import says so.
+        return
+    if _numbers(installed) < _numbers(oldest):
+        raise StrategyError(
+            f"torch {installed} is installed, and meshwright needs torch {oldest} or later. Install a newer one: "
+            f"pip install 'torch>={oldest}'."
+        )
+
+
+def oldest_torch() -> str:
+    """Return the oldest version that the installed package's metadata allows, such as "2.11"."""
+    for each in importlib.metadata.requires(DISTRIBUTION) or ():
+        found = re.match(r"torch\b[^;]*?>=\s*([\d.]+)", each)
+        if found is not None:
+            return found[1]
+    return "0"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", version.split("+")[0])[:2])
+
+
+def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
+    """Warn of the use of something deprecated, at the line of the caller's code; see docs/releasing.md.
+
+    Args:
+        what: the name or option, with its kind, such as "the option use_custom_fsdp".
+        since: the first version that warns.
+        removed_in: the first version without it; a test fails once it is due.
+        instead: what to do, as a sentence.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    text = f"{what} is deprecated since meshwright {since} and goes away in {removed_in}. {instead}"
+    warn(text, DeprecationWarning, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0].partition("_")[0] in _OURS

@@ -1,0 +1,79 @@
+"""Commands that train a tiny model and save checkpoints, in a process of their own, and what they leave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support.commands import LAUNCHER_VARIABLES, write_run
+
+from meshwright.checkpoint import read_manifest, steps_in
+from meshwright.checkpoint.manifest import verify
+from meshwright.train.report import MEASURED
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    directory: Path
+
+    @property
+    def numbers(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Metrics that are the same when the run is repeated, and checksums of the weights."""
+        lines = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
+        metrics = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+        files = sorted((self.directory / "model").glob("*.safetensors"))
+        return metrics, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    def whole(self, root: Path | None = None) -> list[int]:
+        """Verify all checkpoints in a directory; return their steps."""
+        root = root or self.directory / "checkpoints"
+        for _, path in steps_in(root):
+            manifest = read_manifest(path)
+            verify(path, manifest, list(manifest.files))
+        assert not [path.name for path in root.iterdir() if path.suffix], "leftovers"
+        return sorted(step for step, _ in steps_in(root))
+
+    def fails(self, code: int, said: str) -> None:
+        assert (self.code, said in self.output, "Traceback" in self.output) == (code, True, False), self.output
+
+
+class Runs:
+    """Runs of so many steps that differ in their section `checkpoint`, of which `defaults` are the same."""
+
+    def __init__(self, directory: Path, steps: int, **defaults: Any) -> None:
+        self.directory, self.file, self.steps = directory, write_run(directory), steps
+        self.defaults = {"every": 2, "keep_last": None, **defaults}
+
+    def write(self, name: str, **checkpoint: Any) -> Path:
+        """Write the run file of a name, which its output gets, too."""
+        values = yaml.safe_load(self.file.read_text())
+        output = str(self.directory / name)
+        values |= {"plan": {"enabled": False}, "steps": self.steps, "output_dir": output, "sample": None}
+        values["checkpoint"] = self.defaults | checkpoint
+        file = self.directory / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(values))
+        return file
+
+    def begin(self, file: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+        own = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES} | environment
+        command = [sys.executable, "-m", "meshwright", "train", str(file), *more]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=own, start_new_session=True, **pipes)
+
+    def end(self, name: str, process: subprocess.Popen[str]) -> Ended:
+        output, _ = process.communicate(timeout=240)
+        return Ended(process.returncode, output, self.directory / name)
+
+    def __call__(self, name: str, *more: str, environment: dict[str, str] | None = None, **checkpoint: Any) -> Ended:
+        return self.end(name, self.begin(self.write(name, **checkpoint), *more, **(environment or {})))

@@ -1,0 +1,43 @@
+"""Runs of one rank in which a bit of a parameter flips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from faults.flips import flip
+from support.runs import output_of_rank
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from meshwright import StepResult
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
+
+FLIPPED_AFTER = 2
+"""The step after which the bit flips."""
+
+
+class _Flips:
+    """Flips a bit of what the optimizer of a run steps."""
+
+    def __init__(self) -> None:
+        self.stepped: list[Tensor] = []
+
+    def note(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepped = [p for group in optimizer.param_groups for p in group["params"]]
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if result.step == FLIPPED_AFTER:
+            flip(self.stepped[0])
+
+
+def run_with_a_flip(path: str) -> tuple[str, int]:
+    """Run a run file on this rank, flip a bit after a step, and return error and exit code."""
+    flips = _Flips()
+    hook = register_optimizer_step_post_hook(flips.note)
+    try:
+        with get_registry().observing(flips):
+            return output_of_rank(path, None)[1:]
+    finally:
+        hook.remove()

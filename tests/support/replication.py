@@ -1,0 +1,110 @@
+"""Commands that train and copy their state to memory, and the keepers that hold the copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cluster.starts import clean
+from kill_sweep import Run, fingerprint
+
+
+class Training(subprocess.Popen[bytes]):
+    """A command that trains, in a session of its own, and its output."""
+
+    def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
+        self._said = said
+        with said.open("wb") as file:
+            super().__init__(
+                arguments, env=clean(**environment), stdout=file, stderr=file, start_new_session=True, cwd=said.parent
+            )
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    def ended(self) -> None:
+        """Wait for the command to succeed."""
+        assert self.wait(200) == 0, self.said[-4000:]
+
+
+def train(run: Run, *settings: str) -> Training:
+    assignments = [part for each in settings for part in ("--set", each)]
+    return Training([sys.executable, "-m", "meshwright", "train", str(run.file), *assignments], said_of(run))
+
+
+def said_of(run: Run) -> Path:
+    return run.directory.with_name(f"{run.directory.name}.said")
+
+
+def keepers_of(pid: int) -> list[int]:
+    """List the living keepers that end with a process."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
+            if b"meshwright.memory.keeper" in words and str(pid).encode() in words:
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def nothing_is_left(pid: int) -> bool:
+    until = time.monotonic() + 5
+    while keepers_of(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not keepers_of(pid)
+
+
+def copies_without_a_name(pid: int) -> list[str]:
+    """List the memory that keepers hold for a process. It must have no name, under which it would outlive them."""
+    held = []
+    for keeper in keepers_of(pid):
+        for path in Path(f"/proc/{keeper}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                held.append(os.readlink(path))
+    assert not [each for each in held if each.startswith("/dev/shm/")]
+    return [each for each in held if each.startswith("/memfd:meshwright-copy")]
+
+
+def spoil(keeper: int) -> int:
+    """Flip a bit in the middle of each part of a state that a keeper holds; return their number."""
+    spoilt = 0
+    for file in Path(f"/proc/{keeper}/fd").iterdir():
+        if "meshwright-copy" not in os.readlink(file) or file.stat().st_size < 10_000:
+            continue
+        with file.open("r+b") as content:
+            content.seek(file.stat().st_size // 2)
+            byte = content.read(1)
+            content.seek(-1, os.SEEK_CUR)
+            content.write(bytes([byte[0] ^ 1]))
+        spoilt += 1
+    return spoilt
+
+
+def ranks_of_agent(pid: int) -> list[int]:
+    """List the ranks that an agent of torchrun has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted({int(each) for each in children} - {*keepers_of(pid)})
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+def after(run: Run, step: int) -> Callable[[], bool]:
+    return lambda: run.steps_done() >= step
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert run.numbers() == other.numbers()
+    assert fingerprint(run.directory / "model") == fingerprint(other.directory / "model")
