@@ -51,7 +51,7 @@ TESTS = [
     "tests/model/test_pretrained.py",
     "tests/model/test_compile.py",
     "tests/optim/test_optim.py",
-    "plugins/fsdp2/tests/test_fsdp2.py",
+    "plugins/fsdp2/tests/test_fsdp2_options.py",
     "plugins/fsdp2/tests/test_fsdp2_compat.py",
     "plugins/ddp/tests/test_ddp_torch.py",
     "plugins/ddp/tests/test_ddp_optimizer.py",

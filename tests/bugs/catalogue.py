@@ -2245,7 +2245,7 @@ _bug(
 )
 _bug(
     "reduce_dtype_ignored",
-    "meshwright_fsdp2.policies",
+    "meshwright_fsdp2.unit_options",
     "return policy if sums is None else replace(policy, reduce_dtype=getattr(torch, sums))",
     "return policy",
     f"{_COUNTS}::test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own",
@@ -2253,7 +2253,7 @@ _bug(
 )
 _bug(
     "blocks_cast_the_residual",
-    "meshwright_fsdp2.policies",
+    "meshwright_fsdp2.unit_options",
     "    return replace(policy, output_dtype=None)\n",
     "    return policy\n",
     "plugins/fsdp2/tests/test_fsdp2_options.py::test_precision[{'mp_policy': {'param_dtype': 'bfloat16', 'output_dtype': 'float32'}}-{'product': torch.bfloat16, 'weight': torch.bfloat16, 'residual': torch.bfloat16, 'logits': torch.float32, 'reduced': torch.bfloat16}]",
@@ -2264,7 +2264,7 @@ _bug(
 
 _bug(
     "shard_off_by_one",
-    "meshwright_ddp.bucket_ranges",
+    "meshwright_ddp.buckets",
     "return start + rank * size, start + (rank + 1) * size",
     "return start + rank * size, start + (rank + 1) * size - 1",
     f"{_D}/test_ddp_layout.py::test_every_element_is_owned_once",
@@ -2272,7 +2272,7 @@ _bug(
 )
 _bug(
     "buckets_end_late",
-    "meshwright_ddp.bucket_ranges",
+    "meshwright_ddp.buckets",
     "position - bucket_start >= bucket_size",
     "position - bucket_start > bucket_size",
     f"{_D}/test_ddp_layout.py::test_only_the_last_parameter_of_a_bucket_brings_it_to_its_size",
@@ -2280,7 +2280,7 @@ _bug(
 )
 _bug(
     "parameters_unaligned",
-    "meshwright_ddp.bucket_ranges",
+    "meshwright_ddp.buckets",
     "        start = _round_up(position, start_multiple)\n",
     "        start = position\n",
     f"{_D}/test_ddp_layout.py::test_parameters_and_buckets_are_aligned",
@@ -2608,7 +2608,7 @@ _bug(
 )
 _bug(
     "summed_in_half_precision",
-    "meshwright_fsdp2.half_messages",
+    "meshwright_fsdp2.sharding",
     "torch.sum(received.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)",
     "output_tensor.copy_(received.view(group.size(), -1).sum(0))",
     f"{_COUNTS}::test_messages_of_bfloat16_are_summed_in_float32",
@@ -4489,7 +4489,7 @@ _bug(
 )
 _bug(
     "norms_of_owned_stretches",
-    "meshwright_ddp.shard_gradients",
+    "meshwright_ddp.optimizer",
     "return (self._shards.group,)",
     "return ()",
     f"{_NORMS}[ddp-zero1-tied]",

@@ -27,6 +27,7 @@ from meshwright.testing.models import case_model
 from meshwright.testing.parity import difference, full_weights, reference
 from meshwright_fabric import MeshStrategy
 
+slow = pytest.mark.slow
 README = Path(__file__).parents[1] / "README.md"
 CASE = Case(microbatches=3, steps=4)
 LAYOUTS = {
@@ -117,14 +118,15 @@ def _outcome(layout: Layout, late: bool) -> Outcome:
     return Outcome(losses, norms, [], full_weights(fabric.strategy.manager))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [each if each == "tp" else pytest.param(each, marks=slow) for each in LAYOUTS])
 def test_fabric_trains_as_one_process(name: str) -> None:
     layout = LAYOUTS[name]
     found = difference(pool(layout[0]).run(_outcome, layout, False), reference(GROUPS))
     assert found.worst <= 1e-9, found
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp", "pp"])
+@slow
+@pytest.mark.parametrize("name", ["tp", "pp"])
 def test_an_optimizer_made_after_the_model_is_set_up_is_the_same(name: str) -> None:
     layout = LAYOUTS[name]
     found = difference(pool(layout[0]).run(_outcome, layout, True), reference(GROUPS))
@@ -150,6 +152,7 @@ def _resume(layout: Layout, path: str) -> tuple[list[float], Any, int, dict[str,
     return losses, state["epoch"], schedule.last_epoch, {**left, "steps": fabric.strategy.steps}
 
 
+@slow
 @pytest.mark.parametrize(("before", "after"), [("fsdp2", "tp"), ("tp", "ddp"), ("pp", "fsdp2"), ("ddp", "single")])
 def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
@@ -188,6 +191,7 @@ def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list
     return losses, state["seen"]
 
 
+@slow
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(("before", "after"), [("single", "pp"), ("pp", "fsdp2")])
 def test_a_schedule_goes_on_where_ranks_have_other_groups(kind: str, before: str, after: str, tmp_path: Path) -> None:
@@ -211,6 +215,7 @@ def _wants_more(layout: Layout, path: str) -> tuple[str, bool]:
     return "nothing", False
 
 
+@slow
 def test_a_checkpoint_that_lacks_a_value_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
     for text, is_unchanged in pool(2).run(_wants_more, LAYOUTS["fsdp2"], str(tmp_path / "checkpoint")):
         assert "has no epochs; it has ['epoch']" in text
@@ -243,6 +248,7 @@ def _objective(layout: Layout) -> tuple[float, float]:
     return float(loss), float(fabric.strategy.manager.clip_grad_norm(None))
 
 
+@slow
 def test_an_objective_is_minimized() -> None:
     ((loss, norm),) = pool(1).run(_objective, LAYOUTS["single"])
     assert abs(loss - reference(GROUPS).losses[0]) > 1e-4
@@ -256,6 +262,7 @@ def _rows(layout: Layout) -> list[int]:
     return [int(each) for batch in loader for each in batch]
 
 
+@slow
 def test_ranks_that_share_a_batch_get_the_same_rows() -> None:
     assert pool(2).run(_rows, LAYOUTS["tp"]) == [list(range(8))] * 2
     assert pool(2).run(_rows, LAYOUTS["fsdp2"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -401,9 +408,15 @@ def _refused(task: Callable[..., None], layout: Layout) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.parametrize("task", REFUSED, ids=lambda task: task.__name__.removeprefix("_"))
-def test_what_cannot_be_meant_is_refused_on_all_ranks(task: Callable[..., None]) -> None:
-    error, text = REFUSED[task]
+def _tier(task: Callable[..., None]) -> Any:
+    in_fast = task in (_scaled, _twice, _infinite, _some_parameters)
+    return pytest.param(task, *REFUSED[task], id=task.__name__.removeprefix("_"), marks=() if in_fast else slow)
+
+
+@pytest.mark.parametrize(("task", "error", "text"), [_tier(task) for task in REFUSED])
+def test_what_cannot_be_meant_is_refused_on_all_ranks(
+    task: Callable[..., None], error: type[MeshwrightError], text: str
+) -> None:
     found = pool(2).run(_refused, task, LAYOUTS["fsdp2"])
     assert {name for name, _ in found} == {error.__name__}
     with pytest.raises(MeshwrightError, match=text):
@@ -418,6 +431,7 @@ def _precision(layout: Layout) -> str:
     return "nothing"
 
 
+@slow
 def test_a_precision_is_refused_which_would_be_the_strategys() -> None:
     assert "precision='bf16-mixed' has no effect" in pool(1).run(_precision, LAYOUTS["single"])[0]
 
@@ -431,6 +445,7 @@ def test_fabric_still_asks_the_strategy_how_to_skip_a_reduction() -> None:
     assert hasattr(DDPStrategy()._backward_sync_control, "no_backward_sync")
 
 
+@slow
 def test_the_script_of_the_readme_runs_on_ranks_that_fabric_starts(tmp_path: Path) -> None:
     (script,) = [block.split("```")[0] for block in README.read_text(encoding="utf-8").split("```python\n")[1:]]
     (tmp_path / "train.py").write_text(script, encoding="utf-8")

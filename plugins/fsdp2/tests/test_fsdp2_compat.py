@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from transformers import modeling_flash_attention_utils as flash
 
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager
-from meshwright_fsdp2 import _compat
-from meshwright_fsdp2._compat import held_after_forward, never_packed
+from meshwright_fsdp2._compat import _parameter_groups, add_up, held_after_forward, never_packed
 
 
 def _infos() -> list[bool]:
     units = build_manager("fsdp2", {"reshard_after_forward": 2}, {}, Case())._sharding.modules
-    groups = [group for unit in units for group in _compat._parameter_groups(unit)]
+    groups = [group for unit in units for group in _parameter_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
     with suppress(KeyError), held_after_forward(units):
         held = all(group.post_forward_mesh_info is None for group in groups)
@@ -27,6 +25,7 @@ def _infos() -> list[bool]:
     return [len(groups) == len(units), held, same, all(info.mesh.size() == 4 for info in before)]
 
 
+@pytest.mark.slow
 def test_what_reshards_after_forward_can_be_kept_and_put_back() -> None:
     assert pool(4).run(_infos) == [[True] * 4] * 4
 
@@ -42,9 +41,10 @@ def _added_up() -> None:
     for gradient in (1.0, small):
         parameter.grad = torch.full_like(parameter, gradient)
         assert parameter.grad.dtype == torch.bfloat16
-        _compat.add_up([each for each in root.modules() if isinstance(each, FSDPModule)])
+        add_up([each for each in root.modules() if isinstance(each, FSDPModule)])
         assert parameter.grad is None
-    units = [group.fsdp_params for each in root.modules() if isinstance(each, FSDPModule) for group in _groups(each)]
+    modules = [each for each in root.modules() if isinstance(each, FSDPModule)]
+    units = [group.fsdp_params for each in modules for group in _parameter_groups(each)]
     sums = [[each.unsharded_accumulated_grad for each in unit] for unit in units]
     (unit,) = [each for each in sums if each[0] is not None]
     # Others of its unit have zeros, and other units nothing.
@@ -53,15 +53,12 @@ def _added_up() -> None:
     assert all(each is None for other in sums if other is not unit for each in other)
 
 
-def _groups(unit: FSDPModule) -> list[Any]:
-    return _compat._parameter_groups(unit)
-
-
+@pytest.mark.slow
 def test_gradients_that_wait_are_added_up_in_the_dtype_of_reductions() -> None:
     pool(1).run(_added_up)
 
 
-def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error() -> None:
+def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = flash._is_packed_sequence
     with suppress(KeyError), never_packed() as found:
         assert found
@@ -69,9 +66,6 @@ def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error() -
         raise KeyError
     assert flash._is_packed_sequence is original
     assert original(torch.tensor([[0, 1, 0, 1]]), 1)
-
-
-def test_a_transformers_without_the_check_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(flash, "_is_packed_sequence")
     with never_packed() as found:
         assert not found

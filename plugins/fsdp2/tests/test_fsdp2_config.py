@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from meshwright import ConfigError, MeshSizes, resolve
 from meshwright.train.run_file import load_run
 from meshwright_fsdp2 import FSDP2Config
-from meshwright_fsdp2.policies import mixed_precision, of_blocks, offload
+from meshwright_fsdp2.unit_options import mixed_precision, offload
 
 CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, True)
@@ -24,37 +24,26 @@ TARGET = "torch.distributed.fsdp.MixedPrecisionPolicy"
 
 
 def test_fields_and_defaults_are_those_of_the_reference_and_some_of_our_own() -> None:
+    off = (
+        "sequence_parallel patch_is_packed_sequence activation_checkpointing enable_async_tensor_parallel "
+        "enable_compile enable_fsdp2_prefetch"
+    )
+    nothing = "tp_plan mp_policy offload_policy autocast_dtype reshard_after_forward reduce_dtype loss_chunk_rows"
     assert FSDP2Config().to_dict() == {
-        "sequence_parallel": False,
-        "tp_plan": None,
-        "patch_is_packed_sequence": False,
-        "mp_policy": None,
-        "offload_policy": None,
-        "autocast_dtype": None,
-        "activation_checkpointing": False,
+        **dict.fromkeys(off.split(), False),
+        **dict.fromkeys(nothing.split()),
         "defer_fsdp_grad_sync": True,
         "backend": "nccl",
-        "enable_async_tensor_parallel": False,
-        "enable_compile": False,
-        "enable_fsdp2_prefetch": False,
         "fsdp2_backward_prefetch_depth": 2,
         "fsdp2_forward_prefetch_depth": 1,
-        "reshard_after_forward": None,
-        "reduce_dtype": None,
-        "loss_chunk_rows": None,
         "cp_attention": "allgather",
     }
-
-
-def test_every_field_tells_what_it_does() -> None:
     assert all(field.description for field in FSDP2Config.model_fields.values())
 
 
 @pytest.mark.parametrize("policy", [MIXED, MIXED_NAMES, {"_target_": TARGET, **MIXED_NAMES}])
 def test_mixed_precision_is_taken_as_object_mapping_or_target(policy: Any) -> None:
-    config = FSDP2Config(mp_policy=policy)
-    assert mixed_precision(config) == MIXED
-    assert of_blocks(mixed_precision(config)) == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, True)
+    assert mixed_precision(FSDP2Config(mp_policy=policy)) == MIXED
 
 
 def test_to_dict_keeps_policy_objects() -> None:
@@ -63,11 +52,6 @@ def test_to_dict_keeps_policy_objects() -> None:
     assert kept["mp_policy"] is MIXED
     assert kept["offload_policy"] is offloading
     assert FSDP2Config(**kept | {"enable_fsdp2_prefetch": True}).to_dict()["mp_policy"] is MIXED
-
-
-@pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_dtypes_are_taken_by_name_or_as_objects(given: Any) -> None:
-    assert FSDP2Config(autocast_dtype=given).autocast_dtype == "bfloat16"
 
 
 def test_the_base_options_reduce_dtype_joins_the_policy() -> None:
@@ -94,7 +78,9 @@ def test_async_tensor_parallelism_sets_what_it_needs_and_says_so() -> None:
         assert FSDP2Config(enable_async_tensor_parallel=True, sequence_parallel=True) == config
 
 
-def test_whole_numbers_and_truth_values_of_reshard_after_forward_are_not_confused() -> None:
+def test_dtypes_and_whole_numbers_are_taken_as_what_they_are() -> None:
+    for given in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert FSDP2Config(autocast_dtype=given).autocast_dtype == "bfloat16"
     for value in (True, False, None, 2, 4):
         assert FSDP2Config(reshard_after_forward=value).reshard_after_forward is value
 
@@ -125,6 +111,7 @@ def test_whole_numbers_and_truth_values_of_reshard_after_forward_are_not_confuse
         ({"offload_policy": {"pin": True}}, "Allowed: pin_memory"),
         ({"reduce_dtype": "float64", "mp_policy": MIXED}, "reduce_dtype=float64 and mp_policy.reduce_dtype=float32"),
         ({"mp_plicy": None}, "Did you mean 'mp_policy'"),
+        ({"reduce_dtype": "float8"}, "reduce_dtype"),
         ({"tp_plan": 3}, "tp_plan"),
     ],
 )
@@ -139,6 +126,7 @@ def test_a_target_of_another_class_is_refused_when_the_policy_is_made() -> None:
         mixed_precision(config)
 
 
+@pytest.mark.slow
 def test_policies_of_a_run_file_are_validated_without_torch_and_fit_the_schema(tmp_path: Any) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(

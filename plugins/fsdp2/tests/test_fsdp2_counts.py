@@ -22,8 +22,9 @@ from meshwright.testing import Case, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, train_steps, training_step
-from meshwright_fsdp2.half_messages import HalfMessages
+from meshwright_fsdp2.sharding import HalfMessages
 
+slow = pytest.mark.slow
 LAST_BLOCK = 2
 WIDTH = 8
 """Bytes of an element: cases are in float64."""
@@ -60,9 +61,17 @@ TIED = Case(tied=True)
 ACCUMULATED = Case(microbatches=3)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("case", [Case(), TIED, ACCUMULATED], ids=["plain", "tied", "accumulated"])
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "case"),
+    [
+        (2, None, ACCUMULATED),
+        pytest.param(3, None, Case(), marks=slow),
+        pytest.param(2, True, TIED, marks=slow),
+        pytest.param(3, False, ACCUMULATED, marks=slow),
+        pytest.param(4, True, Case(), marks=pytest.mark.zoo),
+    ],
+    ids=str,
+)
 def test_gathers_parameters_for_forward_and_freed_ones_again_for_backward(
     ranks: int, reshard: bool | None, case: Case
 ) -> None:
@@ -74,6 +83,7 @@ def test_gathers_parameters_for_forward_and_freed_ones_again_for_backward(
         assert {each.group for each in traffic.of("all_gather")} == {"dp_shard"}
 
 
+@slow
 def test_parameters_that_stay_gathered_are_cast_once_a_step() -> None:
     case = replace(ACCUMULATED, dtype="float32")
     config = {"mp_policy": {"param_dtype": "bfloat16"}, "reshard_after_forward": False}
@@ -90,13 +100,19 @@ def test_only_the_embedding_needs_padding_on_2_ranks_and_more_does_on_3() -> Non
     assert _padded(Case(), 3) > _padded(Case(), 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("defer", "times"), [(True, 1), (False, 3)])
-def test_reduce_scatters_gradients_once_a_step_or_once_a_microbatch(ranks: int, defer: bool, times: int) -> None:
+@pytest.mark.parametrize(("ranks", "defer", "times"), [(2, True, 1), pytest.param(3, False, 3, marks=slow)])
+def test_gradients_travel_once_a_step_or_once_a_microbatch_and_the_rest_is_a_few_numbers(
+    ranks: int, defer: bool, times: int
+) -> None:
     for traffic in pool(ranks).run(_step, {"defer_fsdp_grad_sync": defer}, {}, ACCUMULATED):
         assert traffic.of("reduce_scatter").bytes == times * _padded(ACCUMULATED, ranks) * WIDTH
+        rest = [each for each in traffic if each.kind not in ("all_gather", "reduce_scatter")]
+        # Checks of the three microbatches, which parameters have a gradient (a number for each), and the loss.
+        parameters = sum(1 for _ in case_model("llama", tied=False, seed=0, dtype=torch.float64).parameters())
+        assert sum(each.bytes for each in rest) < 8 * parameters + 3 * 200
 
 
+@slow
 def test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own() -> None:
     case = replace(Case(), dtype="float32")
     for traffic in pool(2).run(_step, {"reduce_dtype": "float64"}, {}, case):
@@ -106,6 +122,7 @@ def test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own() -> N
         assert reduced.bytes == _padded(case, 2) * 8
 
 
+@slow
 @pytest.mark.parametrize(("sizes", "ranks"), [({}, 2), ({"dp_replicate_size": 2}, 4)], ids=["shards", "copies"])
 def test_gradients_that_travel_in_bfloat16_halve_what_is_scattered(sizes: dict[str, int], ranks: int) -> None:
     case = replace(ACCUMULATED, dtype="float32")
@@ -130,6 +147,7 @@ def _halves() -> bool:
     return torch.equal(part, torch.stack(rounded).sum(0))
 
 
+@slow
 def test_messages_of_bfloat16_are_summed_in_float32() -> None:
     assert pool(2).run(_halves) == [True, True]
 
@@ -139,19 +157,16 @@ def _losses(config: Mapping[str, Any]) -> list[float]:
     return train_steps(build_manager("fsdp2", config, {}, case), case, range(8))[0]
 
 
+@slow
 def test_training_with_messages_of_bfloat16_stays_beside_that_without() -> None:
     plain, rounded = (pool(2).run(_losses, config)[0] for config in ({}, {"reduce_dtype": "bfloat16"}))
     assert plain != rounded
     assert rounded == pytest.approx(plain, rel=2e-3)
 
 
+@slow
 @pytest.mark.parametrize(
-    "frozen",
-    [
-        pytest.param(("*layers.1.*",), id="a-block-between"),
-        pytest.param(("*embed*", "*layers.0.*"), id="the-first-block-and-what-comes-before"),
-        pytest.param(("*proj*", "*embed*", "lm_head*"), id="all-but-the-norms"),
-    ],
+    "frozen", [("*layers.1.*",), ("*proj*", "*embed*", "lm_head*")], ids=["block", "all but norms"]
 )
 def test_frozen_parameters_are_gathered_but_have_no_gradients_to_reduce(frozen: tuple[str, ...]) -> None:
     case = replace(Case(), frozen=frozen)
@@ -162,6 +177,7 @@ def test_frozen_parameters_are_gathered_but_have_no_gradients_to_reduce(frozen: 
         assert traffic.of("reduce_scatter").bytes == trainable
 
 
+@slow
 def test_a_block_without_backward_is_not_gathered_for_it() -> None:
     case = replace(Case(), frozen=("*embed*", "*layers.0.*"))
     again = _padded(case, 2, lambda name: "layers.1." in name)
@@ -169,6 +185,7 @@ def test_a_block_without_backward_is_not_gathered_for_it() -> None:
         assert traffic.of("all_gather").bytes == (_padded(case, 2) + again) * WIDTH
 
 
+@slow
 @pytest.mark.parametrize(("defer", "times"), [(True, 1), (False, 3)])
 def test_hsdp_shards_within_and_all_reduces_shards_across(defer: bool, times: int) -> None:
     config, sizes = {"defer_fsdp_grad_sync": defer}, {"dp_replicate_size": 2}
@@ -180,11 +197,3 @@ def test_hsdp_shards_within_and_all_reduces_shards_across(defer: bool, times: in
         assert traffic.of("all_reduce", "dp_replicate").bytes == times * gradients // 2
         for kind in ("all_gather", "reduce_scatter"):
             assert len(traffic.of(kind, "dp_replicate")) == 0
-
-
-def test_the_rest_of_a_steps_traffic_is_a_few_numbers() -> None:
-    for traffic in pool(2).run(_step, {}, {}, Case()):
-        rest = [each for each in traffic if each.kind not in ("all_gather", "reduce_scatter")]
-        # Checks of the microbatches, which parameters have a gradient (a number for each), and the loss.
-        parameters = sum(1 for _ in case_model("llama", tied=False, seed=0, dtype=torch.float64).parameters())
-        assert sum(each.bytes for each in rest) < 8 * parameters + 200

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.steps import built, gradient_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
 from meshwright.testing import Case, pool
-from meshwright.testing.case import share
 from meshwright.testing.memory import Held, Memory, measure_memory
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, train_steps
 from meshwright.train.optim import optimizer_factory
 
 BLOCKS = 6
@@ -119,21 +118,18 @@ def _forward_backward(reshard: bool | None) -> Memory:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_peak_is_shards_and_units_in_flight_and_activations(ranks: int, reshard: bool | None) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "reshard"), [(2, None), *((4, each) for each in (None, True, False))])
+def test_a_rank_holds_its_share_and_at_the_peak_units_in_flight_and_activations(
+    ranks: int, reshard: bool | None
+) -> None:
     expected = _expected_peak(ranks, reshard)
     # One block more in flight, or held whole where a shard is due, is more than the tolerance.
     assert _sizes()["block"] > 0.05 * expected
-    for memory in pool(ranks).run(_forward_backward, reshard):
-        assert memory.peak.total == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parameters_gradients_and_optimizer_state_are_one_share_each(ranks: int) -> None:
     whole = _sizes()["parameters"]
     counters = 4 * sum(1 for _ in _model(BLOCKS).parameters())  # AdamW's `step`, a float32 of each parameter
-    for memory in pool(ranks).run(_forward_backward, None):
+    for memory in pool(ranks).run(_forward_backward, reshard):
+        assert memory.peak.total == pytest.approx(expected, rel=0.05)
         assert memory.after.parameters == whole // ranks
         assert memory.after.gradients == whole // ranks
         assert memory.after.optimizer == 2 * whole // ranks + counters
@@ -141,16 +137,11 @@ def test_parameters_gradients_and_optimizer_state_are_one_share_each(ranks: int)
 
 
 def _uneven() -> Held:
-    case = Case()
-    manager: Any = build_manager("fsdp2", {}, {}, case)
-    train_steps(manager, case, range(1))
-    batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
-    tokens = count_tokens(batches, manager.mesh)
-    return measure_memory(
-        lambda: manager.forward_backward(batches, num_tokens=tokens), manager.model_parts, manager.optimizer
-    ).after
+    manager: Any = built("fsdp2", {}, {}, Case())
+    return measure_memory(gradient_step(manager, Case(), 1), manager.model_parts, manager.optimizer).after
 
 
+@pytest.mark.slow
 def test_uneven_shards_are_at_most_padded_to_the_first_ranks() -> None:
     shapes = [p.shape for p in tiny_model().parameters()]
     padded = 8 * sum(math.ceil(shape[0] / 3) * shape[1:].numel() for shape in shapes)

@@ -9,40 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from support.steps import built, counts, gradient_step, refusal
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import modeling_flash_attention_utils as flash
 
-from meshwright import (
-    BatchError,
-    Mesh,
-    MeshError,
-    MeshSizes,
-    MeshwrightError,
-    StrategyError,
-    count_tokens,
-    open_world,
-    resolve,
-)
+from meshwright import BatchError, Mesh, MeshError, MeshSizes, OptimizerConfig, StrategyError, count_tokens, open_world
 from meshwright.model.layout import layout_by_structure
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.observe import Observer
-from meshwright.testing.parity import build_manager, full_weights, train_case, train_steps
+from meshwright.testing.parity import build_manager, difference, full_weights, train_case, train_steps
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 
+slow = pytest.mark.slow
 BLOCKS = 3
 UNITS = BLOCKS + 1
 OWN_REDUCTIONS = 1
-
-
-def _step(manager: Any, case: Case, index: int = 1) -> Any:
-    batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
-    tokens = count_tokens(batches, manager.mesh)
-    return lambda: manager.forward_backward(batches, num_tokens=tokens)
+HSDP = {"dp_replicate_size": 2}
+MIXED: dict[str, Any] = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+AHEAD = {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Watch(Observer):
@@ -59,135 +48,128 @@ class Watch(Observer):
 # -- parity: options that must not change a thing
 
 
+ROUTED = {route: Case(model_type="routed", route=route, microbatches=2, steps=4) for route in ("ranks", "steps", None)}
+FROZEN = ("*embed_tokens*", "*layers.0.*", "*layers.1.*")
+BASE = Case(microbatches=2, sequences=24, tied=True, eval_after=True, unshard_after=True)
+LAYOUTS: list[tuple[int, dict[str, Any], dict[str, int], Case]] = [
+    (4, {"defer_fsdp_grad_sync": False}, HSDP, ROUTED["ranks"]),
+    (4, {}, HSDP, ROUTED["steps"]),
+    (4, {"reduce_dtype": "float64"}, {}, ROUTED[None]),
+    (4, {"activation_checkpointing": "selective", "reshard_after_forward": True}, {}, BASE),
+    (4, {"offload_policy": {"pin_memory": False}}, {}, BASE),
+    (4, {**AHEAD, "fsdp2_forward_prefetch_depth": 2, "fsdp2_backward_prefetch_depth": 9}, {}, BASE),
+    (4, {"reshard_after_forward": 2, "activation_checkpointing": "full", "patch_is_packed_sequence": True}, {}, BASE),
+    (4, {"defer_fsdp_grad_sync": "reduce_scatter", "backend": "gloo"}, HSDP, BASE),
+    (4, {"mp_policy": {f"{each}_dtype": "float64" for each in ("param", "reduce", "output")}}, {}, BASE),
+    (2, AHEAD, {}, Case(frozen=FROZEN, microbatches=2)),
+    # Recomputation of experts, and of units within blocks.
+    (2, {"activation_checkpointing": "selective", "reshard_after_forward": True}, {}, Case("mixtral", tied=None)),
+    (2, {"activation_checkpointing": "full", "reshard_after_forward": True}, {}, Case("zamba", tied=None)),
+]
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("ranks", "config", "sizes", "case"),
     [
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": "selective", "reshard_after_forward": True},
-        {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 2},
-        {"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 9, "reshard_after_forward": True},
-        {"reshard_after_forward": 2},
-        {"reshard_after_forward": 2, "activation_checkpointing": "full"},
-        {"defer_fsdp_grad_sync": "reduce_scatter"},
-        {"patch_is_packed_sequence": True},
-        {"offload_policy": {"pin_memory": False}},
-        {"backend": "gloo"},
-        {"mp_policy": {"param_dtype": "float64", "reduce_dtype": "float64", "output_dtype": "float64"}},
+        # Two branches of one shape: torch by itself adds up the gradients of one and the other, in silence.
+        (2, {"reduce_dtype": "float64"}, {}, ROUTED["ranks"]),
+        *(pytest.param(*each, marks=slow) for each in LAYOUTS),
     ],
     ids=str,
 )
-def test_parity(config: dict[str, Any]) -> None:
-    case = Case(microbatches=2, sequences=24, tied=True, eval_after=True, unshard_after=True)
-    assert_parity("fsdp2", case, world_size=4, config=config)
+def test_parity(ranks: int, config: dict[str, Any], sizes: dict[str, int], case: Case) -> None:
+    assert_parity("fsdp2", case, world_size=ranks, config=config, sizes=sizes)
 
 
-@pytest.mark.parametrize("config", [{"defer_fsdp_grad_sync": "reduce_scatter"}, {"reshard_after_forward": 2}], ids=str)
-def test_parity_on_hsdp(config: dict[str, Any]) -> None:
-    case = Case(microbatches=3, sequences=24)
-    assert_parity("fsdp2", case, world_size=4, config=config, sizes={"dp_replicate_size": 2})
+SGD = OptimizerConfig(name="SGD", lr=1.0)
+"""So that weights differ by as much as gradients do."""
 
 
-@pytest.mark.parametrize(("model_type", "mode"), [("mixtral", "full"), ("mixtral", "selective"), ("zamba", "full")])
-def test_recomputation_fits_experts_and_units_within_blocks(model_type: str, mode: str) -> None:
-    case = Case(model_type=model_type, tied=None, microbatches=2, sequences=8)
-    config = {"activation_checkpointing": mode, "reshard_after_forward": True}
-    assert_parity("fsdp2", case, world_size=2, config=config)
+@pytest.mark.parametrize(
+    ("defer", "route"),
+    [(True, "steps"), pytest.param(False, "steps", marks=slow), pytest.param(True, "ranks", marks=slow)],
+)
+def test_sums_of_microbatches_that_do_not_use_all_parameters_are_in_the_reduce_dtype(defer: bool, route: Any) -> None:
+    case = Case("routed", sequences=8, microbatches=4, max_norm=None, optimizer=SGD, dtype="float32", route=route)
+    config = {**MIXED, "defer_fsdp_grad_sync": defer}
+    alone = pool(1).run(train_case, "fsdp2", config, {}, case.undivided(8), "cpu")[0]
+    assert difference(pool(2).run(train_case, "fsdp2", config, {}, case), alone).weight < 1e-6
 
 
-# -- communication
+# -- where parameters lie, and communication
 
 
-def _traffic(config: dict[str, Any], sizes: dict[str, int], case: Case) -> Counter[str]:
-    manager = build_manager("fsdp2", config, sizes, case)
-    train_steps(manager, case, range(1))
-    return count_collectives(_step(manager, case))
+def _placements(sizes: dict[str, int]) -> set[Any]:
+    manager = build_manager("fsdp2", {}, sizes, Case())
+    return {(p.placements, p.device_mesh.mesh_dim_names) for p in manager.model_parts[0].parameters()}
 
 
+@slow
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "expected"),
+    [
+        (2, {}, ((Shard(0),), ("dp_shard",))),
+        pytest.param(4, HSDP, ((Replicate(), Shard(0)), ("dp_replicate", "dp_shard")), marks=slow),
+    ],
+)
+def test_every_parameter_is_sharded_over_dp_shard_and_replicated_over_the_outer_axis(
+    ranks: int, sizes: dict[str, int], expected: Any
+) -> None:
+    assert pool(ranks).run(_placements, sizes) == [{expected}] * ranks
+
+
+@slow
 @pytest.mark.parametrize(
     ("defer", "scatters", "reductions"),
     [(True, UNITS, UNITS), (False, 3 * UNITS, 3 * UNITS), ("reduce_scatter", 3 * UNITS, UNITS)],
 )
 def test_what_is_reduced_on_each_microbatch_and_what_on_the_last(defer: Any, scatters: int, reductions: int) -> None:
-    sizes = {"dp_replicate_size": 2}
-    for traffic in pool(4).run(_traffic, {"defer_fsdp_grad_sync": defer}, sizes, Case(microbatches=3)):
+    for traffic in pool(4).run(counts, "fsdp2", {"defer_fsdp_grad_sync": defer}, HSDP, Case(microbatches=3)):
         assert traffic["reduce_scatter"] == scatters
         assert traffic["all_reduce"] == reductions + OWN_REDUCTIONS
 
 
-FROZEN = ("*embed_tokens*", "*layers.0.*", "*layers.1.*")
+@slow
+def test_a_frozen_tower_is_not_gathered_for_backward() -> None:
+    # Backward gathers the last block again and no frozen one before it.
+    for traffic in pool(2).run(counts, "fsdp2", AHEAD, {}, Case(frozen=FROZEN)):
+        assert traffic["all_gather"] == UNITS + 2
+    # Gradients run through a frozen block on their way to the first.
+    for traffic in pool(2).run(counts, "fsdp2", {"reshard_after_forward": True}, {}, Case(frozen=("*layers.1.*",))):
+        assert traffic["all_gather"] == 2 * UNITS
 
 
-@pytest.mark.parametrize(
-    ("frozen", "config", "gathers"),
-    [
-        # Backward gathers the last block again and no frozen one before it.
-        (FROZEN, {"reshard_after_forward": True}, UNITS + 2),
-        (FROZEN, {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}, UNITS + 2),
-        # Gradients run through a frozen block on their way to the first.
-        (("*layers.1.*",), {"reshard_after_forward": True}, 2 * UNITS),
-    ],
-)
-def test_a_frozen_tower_is_not_gathered_for_backward(
-    frozen: tuple[str, ...], config: dict[str, Any], gathers: int
-) -> None:
-    for traffic in pool(2).run(_traffic, config, {}, Case(frozen=frozen)):
-        assert traffic["all_gather"] == gathers
-
-
-def test_parity_with_a_frozen_tower() -> None:
-    for config in ({}, {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}):
-        assert_parity("fsdp2", Case(frozen=FROZEN, microbatches=2), world_size=2, config=config)
-
-
-def _order(config: dict[str, Any]) -> list[str]:
-    """Gathers and block forwards of a step, as they follow on each other."""
+def _order(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Gathers among block forwards, and among backwards from the first block's on, as they follow on each other."""
     case = Case()
-    manager = build_manager("fsdp2", config, {}, case)
-    train_steps(manager, case, range(1))
-    seen: list[str] = []
-    root = manager.model_parts[0]
-    for index, block in enumerate(root.model.layers):
-        block.register_forward_pre_hook(lambda *_, index=index: seen.append(f"forward {index}"))
-
-    step = _step(manager, case)
-    with Watch(lambda name, _: seen.append("gather") if name.startswith("c10d._allgather_base_") else None):
-        step()
-    return seen
-
-
-def test_prefetch_gathers_units_before_their_turn() -> None:
-    plain = pool(2).run(_order, {})[0]
-    ahead = pool(2).run(_order, {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 2})[0]
-    first = [name for name in plain if name != "gather"]
-    assert [name for name in ahead if name != "gather"] == first == ["forward 0", "forward 1", "forward 2"]
-    # The root and the block itself; or the root, two blocks, and the one after.
-    assert plain.index("forward 0") == 2
-    assert ahead.index("forward 0") == 4
-    assert plain.count("gather") == ahead.count("gather")
-
-
-def _backward_order(config: dict[str, Any]) -> list[str]:
-    """Gathers and blocks' backwards, from the first block's backward on."""
-    case = Case()
-    manager = build_manager("fsdp2", {"reshard_after_forward": True, **config}, {}, case)
-    train_steps(manager, case, range(1))
+    manager = built("fsdp2", config, {}, case)
     seen: list[str] = []
     for index, block in enumerate(manager.model_parts[0].model.layers):
+        block.register_forward_pre_hook(lambda *_, index=index: seen.append(f"forward {index}"))
         block.mlp.down_proj.register_full_backward_pre_hook(lambda *_, index=index: seen.append(f"backward {index}"))
-
-    step = _step(manager, case)
+    step = gradient_step(manager, case, 1)
     with Watch(lambda name, _: seen.append("gather") if name.startswith("c10d._allgather_base_") else None):
         step()
-    return seen[UNITS:]
+    forward = [each for each in seen if not each.startswith("backward")]
+    return forward, [each for each in seen if not each.startswith("forward")][UNITS:]
 
 
-def test_prefetch_depth_in_backward() -> None:
-    config = {"enable_fsdp2_prefetch": True}
-    one, two = (pool(2).run(_backward_order, {**config, "fsdp2_backward_prefetch_depth": depth})[0] for depth in (1, 2))
+@slow
+def test_prefetch_gathers_units_before_their_turn() -> None:
+    plain = pool(2).run(_order, {})[0][0]
+    ahead = {"enable_fsdp2_prefetch": True, "reshard_after_forward": True}
+    two = {**ahead, "fsdp2_forward_prefetch_depth": 2, "fsdp2_backward_prefetch_depth": 2}
+    one = {**ahead, "fsdp2_backward_prefetch_depth": 1}
+    (forward, backward), (_, backward_of_one) = pool(2).run(_order, two)[0], pool(2).run(_order, one)[0]
+    first = [name for name in plain if name != "gather"]
+    assert [name for name in forward if name != "gather"] == first == ["forward 0", "forward 1", "forward 2"]
+    # The root and the block itself; or the root, two blocks, and the one after.
+    assert plain.index("forward 0") == 2
+    assert forward.index("forward 0") == 4
     # The root's gather, and so many blocks ahead of it, and of each block.
-    assert one.index("backward 2") == 3
-    assert two.index("backward 2") == 4
-    assert one.count("gather") == two.count("gather") == UNITS
+    assert backward_of_one.index("backward 2") == 3
+    assert backward.index("backward 2") == 4
+    assert backward_of_one.count("gather") == backward.count("gather") == UNITS
 
 
 # -- precision
@@ -207,7 +189,7 @@ def _dtypes(config: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("c10d._reduce_scatter_base_"):
             seen["reduced"] = args[1].dtype
 
-    step = _step(manager, case)
+    step = gradient_step(manager, case, 1)
     with Watch(see):
         loss = step()
     seen["shard"] = {p.dtype for p in model.parameters()}
@@ -216,33 +198,29 @@ def _dtypes(config: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
+@slow
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "product", "weight", "residual", "logits", "reduced"),
     [
-        ({}, {"product": FP32, "weight": FP32, "residual": FP32, "logits": FP32, "reduced": FP32}),
-        (
-            {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
-            {"product": BF16, "weight": BF16, "residual": BF16, "logits": BF16, "reduced": FP32},
-        ),
+        (MIXED, BF16, BF16, BF16, BF16, FP32),
         (
             {"mp_policy": {"param_dtype": "bfloat16", "output_dtype": "float32"}},
-            {"product": BF16, "weight": BF16, "residual": BF16, "logits": FP32, "reduced": BF16},
+            *(BF16, BF16, BF16, FP32, BF16),
         ),
-        (
-            {"autocast_dtype": "bfloat16"},
-            {"product": BF16, "weight": FP32, "residual": FP32, "logits": BF16, "reduced": FP32},
-        ),
-        (
-            {"autocast_dtype": "bfloat16", "mp_policy": {"output_dtype": "float32"}},
-            {"product": BF16, "weight": FP32, "residual": FP32, "logits": FP32, "reduced": FP32},
-        ),
+        ({"autocast_dtype": "bfloat16"}, BF16, FP32, FP32, BF16, FP32),
+        ({"autocast_dtype": "bfloat16", "mp_policy": {"output_dtype": "float32"}}, *(BF16, FP32, FP32, FP32, FP32)),
     ],
     ids=str,
 )
-def test_precision(config: dict[str, Any], expected: dict[str, torch.dtype]) -> None:
+def test_precision(
+    config: dict[str, Any],
+    product: torch.dtype,
+    weight: torch.dtype,
+    residual: torch.dtype,
+    logits: torch.dtype,
+    reduced: torch.dtype,
+) -> None:
+    expected = {"product": product, "weight": weight, "residual": residual, "logits": logits, "reduced": reduced}
     plain = pool(2).run(_dtypes, {})[0]["loss"]
     for seen in pool(2).run(_dtypes, config):
         assert {name: seen[name] for name in expected} == expected
@@ -254,18 +232,18 @@ def test_precision(config: dict[str, Any], expected: dict[str, torch.dtype]) -> 
 WIDE = {"autocast_dtype": "bfloat16", "mp_policy": {"param_dtype": "bfloat16", "output_dtype": "float32"}}
 
 
-def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> Counter[tuple[torch.dtype, bool]]:
-    """How often what enters and leaves blocks has a dtype, and whether bfloat16 would hold it."""
+def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> set[tuple[torch.dtype, bool]]:
+    """Dtypes of what enters and leaves blocks, and whether bfloat16 would hold it."""
     case = Case(model_type=model_type, tied=None, dtype="float32", sequences=4, layers=4)
     manager = build_manager("fsdp2", {**WIDE, **config}, sizes, case)
-    found: Counter[tuple[torch.dtype, bool]] = Counter()
+    found: set[tuple[torch.dtype, bool]] = set()
 
     def note(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         for each in (hidden, output[0] if isinstance(output, tuple) else output):
             # What has been looked up is narrow, and enters the first block as wide.
             if not (each is hidden and block in first):
-                found[each.dtype, torch.equal(each, each.bfloat16().to(each.dtype))] += 1
+                found.add((each.dtype, torch.equal(each, each.bfloat16().to(each.dtype))))
 
     blocks = [part.get_submodule(name) for part in manager.model_parts for name in layout_by_structure(part).blocks]
     first = blocks[:1] if manager.mesh.axis_rank("pp") == 0 else []
@@ -277,14 +255,13 @@ def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> C
     return found
 
 
+@slow
 @pytest.mark.parametrize(
     ("model_type", "config", "sizes"),
     [
-        ("llama", {}, {}),
-        ("llama", {"activation_checkpointing": True}, {}),
+        ("gpt2", {"activation_checkpointing": True}, {}),
         ("llama", {"sequence_parallel": True}, {"tp_size": 2}),
         ("llama", {}, {"pp_size": 2}),
-        ("gpt2", {}, {}),
         ("nemotron", {}, {}),
         ("qwen3_moe", {}, {}),
     ],
@@ -292,31 +269,7 @@ def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> C
 def test_autocast_with_a_wide_output_keeps_the_residual_stream_wide(
     model_type: str, config: dict[str, Any], sizes: dict[str, int]
 ) -> None:
-    for found in pool(2).run(_stream, model_type, config, sizes):
-        assert set(found) == {(FP32, False)}
-
-
-def test_inputs_are_cast_unless_told_otherwise() -> None:
-    policy = {"param_dtype": "bfloat16", "cast_forward_inputs": False}
-    assert pool(1).run(_cast, {"param_dtype": "bfloat16"}) == [BF16]
-    assert pool(1).run(_cast, policy) == [FP32]
-
-
-def _cast(policy: dict[str, Any]) -> torch.dtype:
-    manager = build_manager("fsdp2", {"mp_policy": policy}, {}, Case(dtype="float32"))
-    block = manager.model_parts[0].model.layers[0]
-    seen = []
-    block.forward = lambda hidden: (seen.append(hidden.dtype), hidden)[1]
-    block(torch.zeros(1, 2, 36))
-    return seen[0]
-
-
-def test_bf16_on_two_ranks_is_near_bf16_on_one() -> None:
-    case = Case(dtype="float32", steps=2)
-    config = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
-    one = pool(1).run(train_case, "fsdp2", config, {}, case)[0]
-    two = pool(2).run(train_case, "fsdp2", config, {}, case)[0]
-    assert two.losses == pytest.approx(one.losses, rel=2e-3)
+    assert pool(2).run(_stream, model_type, config, sizes) == [{(FP32, False)}] * 2
 
 
 # -- recomputation and compile
@@ -324,39 +277,31 @@ def test_bf16_on_two_ranks_is_near_bf16_on_one() -> None:
 
 def _operators(config: dict[str, Any]) -> tuple[int, int, bool]:
     """How often attention and activation functions are computed in a step, and whether names are the model's."""
-    case = Case()
-    manager = build_manager("fsdp2", config, {}, case)
-    step = _step(manager, case)
-    counts: Counter[str] = Counter()
-
-    with Watch(lambda name, _: counts.update([name])):
+    manager = build_manager("fsdp2", config, {}, Case())
+    step = gradient_step(manager, Case())
+    found: Counter[str] = Counter()
+    with Watch(lambda name, _: found.update([name])):
         step()
     same_names = list(full_weights(manager)) == [name for name, _ in tiny_model().named_parameters()]
-    attention = counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
-    return attention, counts["aten.silu.default"], same_names
+    attention = found["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+    return attention, found["aten.silu.default"], same_names
 
 
+@slow
 @pytest.mark.parametrize(
     ("mode", "attentions", "activations"),
-    [(False, 1, 1), (True, 2, 2), ("full", 2, 2), ("selective", 1, 2)],
+    [
+        (False, 1, 1),
+        (True, 2, 2),
+        ("full", 2, 2),
+        ("selective", 1, 2),
+    ],
 )
 def test_activation_checkpointing_computes_again_what_its_mode_says(
     mode: Any, attentions: int, activations: int
 ) -> None:
     for found in pool(2).run(_operators, {"activation_checkpointing": mode}):
         assert found == (BLOCKS * attentions, BLOCKS * activations, True)
-
-
-def _shared_units() -> str:
-    with pytest.raises(StrategyError) as caught:
-        build_manager("fsdp2", {"activation_checkpointing": "selective"}, {}, Case(model_type="zamba", tied=None))
-    return str(caught.value)
-
-
-def test_selective_is_refused_where_units_lie_within_blocks() -> None:
-    for text in pool(2).run(_shared_units):
-        assert "shared_transf" in text
-        assert "Set activation_checkpointing=full" in text
 
 
 def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, bool]:
@@ -375,21 +320,25 @@ def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, b
         manager = build_manager("fsdp2", config, {}, Case(microbatches=2))
         losses = train_steps(manager, Case(microbatches=2), range(3))[0]
         names = [name for name, _ in manager.model_parts[0].named_parameters()]
+        before = len(calls)
+        manager.maybe_compile(manager.model_parts[0])
     finally:
         compiling.compiled = original
         compiling.check_compiler.cache_clear()
         torch.compiler.reset()
-    return losses, len(calls), names == [name for name, _ in tiny_model().named_parameters()]
+    same = names == [name for name, _ in tiny_model().named_parameters()] and before == len(calls)
+    return losses, len(calls), same
 
 
-@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "selective"}, {"reshard_after_forward": True}])
-def test_compile_takes_each_block_and_changes_no_loss_and_no_name(extra: dict[str, Any]) -> None:
+@slow
+@pytest.mark.parametrize("extra", [{"activation_checkpointing": "selective"}, {"reshard_after_forward": True}])
+def test_compile_takes_each_block_once_and_changes_no_loss_and_no_name(extra: dict[str, Any]) -> None:
     expected = pool(2).run(train_case, "fsdp2", {}, {}, Case(microbatches=2))[0].losses
-    for losses, calls, same_names in pool(2).run(_compiled, {"enable_compile": True, **extra}, "aot_eager"):
+    for losses, calls, same in pool(2).run(_compiled, {"enable_compile": True, **extra}, "aot_eager"):
         assert losses == pytest.approx(expected, abs=1e-9)
         # Each block, and the trial.
         assert calls == BLOCKS + 1
-        assert same_names
+        assert same
 
 
 def _broken_compiler() -> str:
@@ -404,74 +353,60 @@ def _broken_compiler() -> str:
 
     compiling.check_compiler = broken
     try:
-        with pytest.raises(StrategyError) as caught:
-            build_manager("fsdp2", {"enable_compile": True}, {}, Case())
+        return refusal("fsdp2", {"enable_compile": True}, {}, Case())
     finally:
         compiling.check_compiler = original
-    return str(caught.value)
 
 
 def test_a_compiler_that_is_missing_on_one_rank_is_told_on_all() -> None:
     assert all("no compiler on this node" in text and "rank 1" in text for text in pool(2).run(_broken_compiler))
 
 
-# -- memory
+# -- memory, evaluation and whole parameters
 
 
-def _offloaded() -> tuple[set[str], bool]:
-    manager = build_manager("fsdp2", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}, Case())
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in manager._sharding.modules]
-    return {type(group.offload_policy).__name__ for group in groups}, all(
-        p.device.type == "cpu" for p in manager.trainable()
-    )
-
-
-def test_offload_policy_reaches_every_unit() -> None:
-    assert pool(2).run(_offloaded) == [({"CPUOffloadPolicy"}, True)] * 2
-
-
-def _after_eval(reshard: Any) -> tuple[bool, Counter[str]]:
+def _between_steps(reshard: Any) -> tuple[list[bool], int]:
+    """Evaluate, and hold all parameters, between steps; what stays as it was, and the gathers of a step."""
     case = Case()
-    manager = build_manager("fsdp2", {"reshard_after_forward": reshard}, {}, case)
-    train_steps(manager, case, range(1))
-    batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
-    tokens = count_tokens(batches, manager.mesh)
-    before = count_collectives(_step(manager, case))
-    manager.eval_loss(batches, num_tokens=tokens)
-    sharded = all(isinstance(p, DTensor) for p in manager.model_parts[0].parameters())
-    manager.optimizer_step()
-    with manager.unshard():
-        pass
-    return sharded and before == count_collectives(_step(manager, case)), before
+    runs, same = [], []
+    for use in (False, True):
+        manager = built("fsdp2", {"reshard_after_forward": reshard}, {}, case)
+        before = count_collectives(gradient_step(manager, case, 1))
+        if use:
+            batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
+            manager.eval_loss(batches, num_tokens=count_tokens(batches, manager.mesh))
+            same.append(all(isinstance(p, DTensor) for p in manager.model_parts[0].parameters()))
+        manager.optimizer_step()
+        if use:
+            ids = share(case, 0, 0, manager.mesh.data_size)[0]["input_ids"]
+            with manager.unshard() as (model,), torch.no_grad():
+                model.eval()
+                text = model.generate(ids[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+                same += [text.shape[1] == 9, not any(isinstance(p, DTensor) for p in model.parameters())]
+        same.append(before == count_collectives(gradient_step(manager, case, 1)))
+        manager.optimizer_step()
+        runs.append((train_steps(manager, case, range(2, 3))[0], full_weights(manager)))
+    (losses, weights), (again, weights_again) = runs
+    same += [losses == again, *(torch.equal(weights[name], weights_again[name]) for name in weights)]
+    return same, before["all_gather"]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False, 2])
-def test_evaluation_and_unshard_leave_shards_and_the_reshard_policy_as_they_were(reshard: Any) -> None:
-    for same, counts in pool(4).run(_after_eval, reshard):
-        assert same
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "gathers"),
+    [
+        (2, None, UNITS + BLOCKS - 1),
+        pytest.param(2, True, 2 * UNITS, marks=slow),
+        pytest.param(2, False, UNITS, marks=slow),
         # A smaller group is gathered from, too; its gathers are as many.
-        assert counts["all_gather"] == {None: UNITS + BLOCKS - 1, True: 2 * UNITS, False: UNITS, 2: 2 * UNITS}[reshard]
-
-
-def _unshard_between(reshard: Any, use: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    case = Case()
-    manager = build_manager("fsdp2", {"reshard_after_forward": reshard}, {}, case)
-    losses = train_steps(manager, case, range(1))[0]
-    if use:
-        ids = share(case, 0, 0, manager.mesh.data_size)[0]["input_ids"]
-        with manager.unshard() as (model,), torch.no_grad():
-            model(input_ids=ids)
-    losses += train_steps(manager, case, range(1, 3))[0]
-    return losses, full_weights(manager)
-
-
-@pytest.mark.parametrize("reshard", [True, False, 2])
-def test_training_goes_on_bit_for_bit_after_unshard(reshard: Any) -> None:
-    for (losses, weights), (expected, expected_weights) in zip(
-        pool(4).run(_unshard_between, reshard, True), pool(4).run(_unshard_between, reshard, False), strict=True
-    ):
-        assert losses == expected
-        assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+        pytest.param(4, 2, 2 * UNITS, marks=slow),
+    ],
+)
+def test_evaluation_and_unshard_leave_training_and_the_reshard_policy_as_they_were(
+    ranks: int, reshard: Any, gathers: int
+) -> None:
+    for same, found in pool(ranks).run(_between_steps, reshard):
+        assert all(same), same
+        assert found == gathers
 
 
 # -- packed sequences
@@ -532,22 +467,21 @@ def _packed_by_hand() -> tuple[list[bool], str, tuple[int, ...]]:
     return answers[:2], str(caught.value), tuple(shape[:2])
 
 
+@slow
 def test_the_check_for_packed_sequences_answers_false_when_the_module_is_called_by_hand() -> None:
-    (first, second) = pool(2).run(_packed_by_hand)
-    assert first[0] == second[0] == [False, True]
-    assert first[1] == second[1]
+    first, second = pool(2).run(_packed_by_hand)
+    assert first == second
+    assert (first[0], first[2]) == ([False, True], (1, 8))
     assert "position_ids restart" in first[1]
     assert "found on rank 1" in first[1]
-    assert first[2] == second[2] == (1, 8)
 
 
-def _dtypes_by_hand(config: dict[str, Any]) -> tuple[torch.dtype, float]:
+def _dtypes_by_hand() -> tuple[torch.dtype, float]:
     case = Case(dtype="float32")
-    manager = build_manager("fsdp2", config, {}, case)
+    manager = build_manager("fsdp2", {"autocast_dtype": "bfloat16"}, {}, case)
     dtypes: list[torch.dtype] = []
-    manager.model_parts[0].model.layers[0].self_attn.q_proj.register_forward_hook(
-        lambda module, args, output: dtypes.append(output.dtype)
-    )
+    projection = manager.model_parts[0].model.layers[0].self_attn.q_proj
+    projection.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     (batch,) = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens([batch], manager.mesh)
     by_hand = token_loss_sum(manager.module(input_ids=batch["input_ids"]).logits, batch["labels"]) / tokens
@@ -555,91 +489,91 @@ def _dtypes_by_hand(config: dict[str, Any]) -> tuple[torch.dtype, float]:
     return dtypes[0], abs(float(by_hand) - float(manager.eval_loss([batch], num_tokens=tokens)))
 
 
+@slow
 def test_autocast_acts_when_the_module_is_called_by_hand() -> None:
-    for dtype, apart in pool(2).run(_dtypes_by_hand, {"autocast_dtype": "bfloat16"}):
+    for dtype, apart in pool(2).run(_dtypes_by_hand):
         assert dtype is torch.bfloat16
         assert apart < 1e-6
-    assert pool(2).run(_dtypes_by_hand, {})[0][0] is torch.float32
-
-
-def _compiled_once() -> tuple[bool, bool]:
-    manager = build_manager("fsdp2", {"enable_compile": True}, {}, Case())
-    blocks = [*manager.model_parts[0].model.layers]
-    before = [block.forward for block in blocks]
-    manager.maybe_compile(manager.model_parts[0])
-    return before == [block.forward for block in blocks], hasattr(before[0], "_torchdynamo_orig_callable")
-
-
-def test_maybe_compile_after_parallelize_compiles_nothing_again() -> None:
-    assert pool(1).run(_compiled_once) == [(True, True)]
 
 
 # -- dtypes of a model
 
 
-def _mixed_dtypes(freeze: bool) -> tuple[float, torch.dtype]:
+def _mixed_dtypes(freeze: bool) -> tuple[float, torch.dtype, list[int]]:
     model = tiny_model(dtype=torch.float32)
     norm = model.model.layers[1].input_layernorm
     norm.to(torch.bfloat16)
     norm.weight.requires_grad_(not freeze)
     model.model.layers[0].register_parameter("steps", nn.Parameter(torch.tensor([3, 4, 5]), requires_grad=False))
     model.model.layers[0].register_buffer("mask", torch.ones(3, dtype=torch.bool))
-    world = open_world("cpu")
-    manager = FSDP2Manager(FSDP2Config(), Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world))
+    manager = FSDP2Manager(FSDP2Config(), _mesh())
     manager.parallelize(model)
-    case = Case()
-    batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
-    loss = manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
+    loss = gradient_step(manager, Case())()
     with manager.unshard():
-        assert model.model.layers[0].steps.tolist() == [3, 4, 5]
-        return float(loss), model.model.layers[1].input_layernorm.weight.dtype
+        layers = model.model.layers
+        return float(loss), layers[1].input_layernorm.weight.dtype, layers[0].steps.tolist()
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-def test_parameters_of_several_dtypes_in_a_block_keep_them_also_where_they_are_frozen(
-    freeze: bool,
-) -> None:
-    (loss, dtype), other = pool(2).run(_mixed_dtypes, freeze)
-    assert other == (loss, dtype)
+def _mesh() -> Mesh:
+    world = open_world("cpu")
+    return Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
+
+
+@pytest.mark.parametrize("freeze", [False, pytest.param(True, marks=slow)])
+def test_parameters_of_several_dtypes_in_a_block_keep_them_also_where_they_are_frozen(freeze: bool) -> None:
+    first, second = pool(2).run(_mixed_dtypes, freeze)
+    assert first == second
+    loss, dtype, steps = first
     assert loss == pytest.approx(4.9, abs=0.5)
-    assert dtype is torch.bfloat16
+    assert (dtype, steps) == (torch.bfloat16, [3, 4, 5])
 
 
 # -- refusals
 
 
-def _refused(config: dict[str, Any], sizes: dict[str, int]) -> str:
-    with pytest.raises(MeshwrightError) as caught:
-        build_manager("fsdp2", config, sizes, Case())
-    return f"{type(caught.value).__name__}: {caught.value}"
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"offload_policy": {"pin_memory": True}}, ["StrategyError", "pin_memory: false"]),
+    ({"offload_policy": {}}, ["StrategyError", "pin_memory: false"]),
+    ({"backend": "mpi"}, ["MeshError", "backend='mpi'", "Set backend=gloo"]),
+    ({"reshard_after_forward": 3}, ["MeshError", "reshard_after_forward=3", "2 ranks"]),
+    ({"reshard_after_forward": 4}, ["MeshError", "reshard_after_forward=4", "(2)"]),
+    (
+        {"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True},
+        ["StrategyError", "on the CPU", "Set enable_async_tensor_parallel=false"],
+    ),
+    ({"backend": "nccl"}, ["accepted"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "texts"),
-    [
-        ({"offload_policy": {"pin_memory": True}}, ["StrategyError", "pin_memory: false"]),
-        ({"offload_policy": {}}, ["StrategyError", "pin_memory: false"]),
-        ({"backend": "mpi"}, ["MeshError", "backend='mpi'", "Set backend=gloo"]),
-        (
-            {"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True},
-            ["StrategyError", "on the CPU", "Set enable_async_tensor_parallel=false"],
-        ),
-        ({"reshard_after_forward": 3}, ["MeshError", "reshard_after_forward=3", "2 ranks"]),
-        ({"reshard_after_forward": 4}, ["MeshError", "reshard_after_forward=4", "(2)"]),
-    ],
-    ids=str,
-)
-def test_what_cannot_act_on_this_mesh_is_refused_on_all_ranks(config: dict[str, Any], texts: list[str]) -> None:
-    sizes = {"tp_size": 2} if "enable_async_tensor_parallel" in config else {}
-    found = pool(2).run(_refused, config, sizes)
-    assert len(set(found)) == 1
-    assert all(text in found[0] for text in texts), found[0]
+def _refusals() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [
+            refusal("fsdp2", config, {"tp_size": 2} if "sequence_parallel" in config else {}, Case())
+            for config, _ in REFUSED
+        ]
+
+
+def test_what_cannot_act_on_this_mesh_is_refused_on_all_ranks() -> None:
+    first, second = pool(2).run(_refusals)
+    assert first == second
+    for found, (_, texts) in zip(first, REFUSED, strict=True):
+        assert all(text in found for text in texts), found
+
+
+def _shared_units() -> str:
+    return refusal("fsdp2", {"activation_checkpointing": "selective"}, {}, Case(model_type="zamba", tied=None))
+
+
+@slow
+def test_selective_is_refused_where_units_lie_within_blocks() -> None:
+    for text in pool(2).run(_shared_units):
+        assert "shared_transf" in text
+        assert "Set activation_checkpointing=full" in text
 
 
 def _expert_meshes() -> str:
-    world = open_world("cpu")
-    mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
-    assert mesh.backend == "gloo"
+    mesh = _mesh()
     with pytest.raises(MeshError) as caught:
         FSDP2Manager(FSDP2Config(), mesh, mesh.device_mesh)
     for same in (None, mesh.expert_mesh, mesh.expert_mesh["ep_shard"]):
@@ -647,19 +581,6 @@ def _expert_meshes() -> str:
     return str(caught.value)
 
 
+@slow
 def test_a_mesh_for_experts_that_is_not_the_expert_mesh_is_refused() -> None:
-    for text in pool(2).run(_expert_meshes):
-        assert "moe_mesh" in text
-
-
-def test_the_default_backend_means_what_the_device_uses() -> None:
-    stack, _ = resolve("fsdp2", MeshSizes(), 1)
-    assert stack.inner.config.backend == "nccl"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert pool(1).run(_builds, {}) == [True]
-        assert pool(1).run(_builds, {"backend": "nccl"}) == [True]
-
-
-def _builds(config: dict[str, Any]) -> bool:
-    return build_manager("fsdp2", config, {}, Case()) is not None
+    assert all("moe_mesh" in text for text in pool(2).run(_expert_meshes))

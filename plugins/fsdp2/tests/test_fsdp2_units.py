@@ -63,8 +63,14 @@ def test_a_block_that_shares_with_the_rest_is_left_to_the_root() -> None:
     assert _units(model) == [BLOCKS[0], BLOCKS[2], BLOCKS[3], ("",)]
 
 
-@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
-@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": True}, {"defer_fsdp_grad_sync": False}])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("zamba", {"reshard_after_forward": True}),
+        ("zamba2", {"defer_fsdp_grad_sync": False}),
+    ],
+)
 def test_architectures_whose_layers_share_a_block_reach_parity(model_type: str, config: dict[str, bool]) -> None:
     (cell,) = conformance("fsdp2", ranks=2, models=[model_type], config=config)
     cell.check()
@@ -75,7 +81,16 @@ def _trained(strategy: str, case: Case) -> tuple[Outcome, dict[str, torch.dtype]
     return outcome, {name: weight.dtype for name, weight in outcome.weights.items()}
 
 
-@pytest.mark.parametrize("model_type", ["hunyuan_v1_moe", "ernie4_5_moe", "olmo_hybrid", "zamba"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "hunyuan_v1_moe",
+        "olmo_hybrid",
+        "zamba",
+        pytest.param("ernie4_5_moe", marks=pytest.mark.zoo),
+    ],
+)
 def test_parameters_that_a_half_precision_model_keeps_in_float32_are_units_of_their_own(model_type: str) -> None:
     case = Case(model_type=model_type, tied=None, dtype="bfloat16", steps=2)
     ((expected, dtypes),) = pool(1).run(_trained, "single", case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
 from meshwright.testing.cells import Cell
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_case, train_steps
 from meshwright.train.optim import optimizer_factory
 from meshwright.train.run_file import OptimizerConfig
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 
+slow, zoo = pytest.mark.slow, pytest.mark.zoo
 HSDP = {"dp_replicate_size": 2}
 LAYOUTS = {
     "ZeRO 0": ({"zero_dp_strategy": 0}, {}),
@@ -39,30 +41,38 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(("config", "sizes"), LAYOUTS.values(), ids=LAYOUTS)
+def _tier(layout: str, case: str) -> Any:
+    """In `slow` each layout once and each case; the other combinations in `zoo`."""
+    first = {"ZeRO 0": "frozen, a rank without tokens", "HSDP, ZeRO 2": "ranks use different parameters"}
+    in_slow = case == first.get(layout, "accumulation, tied")
+    return pytest.param(*LAYOUTS[layout], CASES[case], id=f"{layout}-{case}", marks=slow if in_slow else zoo)
+
+
+@pytest.mark.parametrize(("config", "sizes", "case"), [_tier(*each) for each in itertools.product(LAYOUTS, CASES)])
 def test_every_layout_equals_a_single_process(config: dict[str, Any], sizes: dict[str, int], case: Case) -> None:
     assert_parity("megatron_fsdp", case, world_size=4, config=config, sizes=sizes)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_worlds_of_one_and_three_ranks(stage: int) -> None:
-    for ranks in (1, 3):
-        assert_parity("megatron_fsdp", Case(microbatches=2), world_size=ranks, config={"zero_dp_strategy": stage})
+@pytest.mark.parametrize(
+    ("ranks", "config", "sizes", "case"),
+    [
+        (2, {}, {}, CASES["ranks use different parameters"]),
+        # HSDP with one shard.
+        pytest.param(2, {"outer_dp_sharding_strategy": 1}, HSDP, Case(microbatches=2), marks=slow),
+        *(pytest.param(3, {"zero_dp_strategy": stage}, {}, Case(microbatches=2), marks=slow) for stage in (1, 3)),
+        pytest.param(1, {}, {}, Case(microbatches=2), marks=slow),
+        pytest.param(8, {}, HSDP, Case(microbatches=2, sequences=16, tied=True), marks=slow),
+        pytest.param(8, {}, {"dp_replicate_size": 4}, Case(microbatches=2, sequences=16, tied=True), marks=zoo),
+    ],
+    ids=str,
+)
+def test_other_worlds_equal_a_single_process(
+    ranks: int, config: dict[str, Any], sizes: dict[str, int], case: Case
+) -> None:
+    assert_parity("megatron_fsdp", case, world_size=ranks, config=config, sizes=sizes)
 
 
-def test_hsdp_with_one_shard() -> None:
-    for outer in (0, 1):
-        config = {"outer_dp_sharding_strategy": outer}
-        assert_parity("megatron_fsdp", Case(microbatches=2), world_size=2, config=config, sizes=HSDP)
-
-
-def test_eight_ranks() -> None:
-    case = Case(microbatches=2, sequences=16, tied=True)
-    for sizes in ({}, HSDP, {"dp_replicate_size": 4}):
-        assert_parity("megatron_fsdp", case, world_size=8, sizes=sizes)
-
-
+@slow
 @pytest.mark.parametrize("config", [{"zero_dp_strategy": 1}, {"outer_dp_sharding_strategy": 1}], ids=str)
 def test_state_moves_to_single_and_back(config: dict[str, Any]) -> None:
     sizes = HSDP if "outer_dp_sharding_strategy" in config else {}
@@ -70,44 +80,50 @@ def test_state_moves_to_single_and_back(config: dict[str, Any]) -> None:
     Cell("megatron_fsdp", "", 4, sizes, "state", case, config, kind="state").check()
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}, {"amsgrad": True}], ids=str)
+@slow
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False, "amsgrad": True}], ids=str)
 def test_optimizer_options(options: dict[str, Any]) -> None:
     optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, options=options)
     assert_parity("megatron_fsdp", Case(optimizer=optimizer), world_size=4)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt2", "albert_like"])
-def test_models_with_experts_other_layers_and_a_block_that_runs_often(model_type: str) -> None:
-    if model_type == "albert_like":
-        first, second = pool(2).run(_train_repeated)
-        assert first <= 1e-12
-        assert second <= 1e-12
-        return
-    case = Case(model_type=model_type, tied=None, microbatches=2, sequences=8)
+@slow
+def test_a_block_that_runs_often_and_a_model_without_blocks() -> None:
+    assert max(pool(2).run(_train_repeated, 2)) <= 1e-12
+    assert max(pool(2).run(_train_repeated, 0)) <= 1e-12
+
+
+@slow
+# The last has a parameter that three modules share.
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt2", "prophetnet"])
+def test_models_with_experts_and_other_layers(model_type: str) -> None:
+    case = Case(model_type=model_type, tied=None, microbatches=2, sequences=8, unshard_after=True)
     assert_parity("megatron_fsdp", case, world_size=2)
 
 
 class _Repeated(nn.Module):
-    """One block that is used three times, and one that is used once."""
+    """A block that is used three times, and one that is used once, if there are any."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(17, 6, dtype=torch.float64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh()) for _ in range(blocks)
+        )
         self.head = nn.Linear(6, 17, dtype=torch.float64)
 
     def forward(self, input_ids: Tensor) -> Any:
         hidden = self.embed(input_ids)
-        for index in (0, 1, 0, 0):
+        for index in (0, 1, 0, 0) if self.blocks else ():
             hidden = self.blocks[index](hidden) + hidden
         return type("Output", (dict,), {"logits": property(lambda out: out["logits"])})(logits=self.head(hidden))
 
 
-def _train_repeated() -> float:
+def _train_repeated(blocks: int) -> float:
     world = open_world("cpu")
     manager = MegatronFSDPManager(MegatronFSDPConfig(), Mesh(MeshSizes().resolve(world.size), world))
-    model, alone = _Repeated(), _Repeated()
+    model, alone = _Repeated(blocks), _Repeated(blocks)
     manager.parallelize(model)
     manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
@@ -172,7 +188,7 @@ def test_a_loop_by_hand_keeps_parameter_groups_and_unshard_needs_no_peers() -> N
 
 
 def _partial_state() -> bool:
-    """Steps after loading one's own partial state are those that would have been."""
+    """Whether steps after loading one's own partial state are those that would have been."""
     case = Case()
     manager = build_manager("megatron_fsdp", {}, {}, case)
     train_steps(manager, case, range(2))
@@ -183,6 +199,7 @@ def _partial_state() -> bool:
     return train_steps(manager, case, range(2, 4)) == after
 
 
+@slow
 def test_a_rank_can_load_its_own_partial_state() -> None:
     assert all(pool(4).run(_partial_state))
 
@@ -190,11 +207,10 @@ def test_a_rank_can_load_its_own_partial_state() -> None:
 # -- mixed precision
 
 
-def _bf16(config: dict[str, Any], case: Case) -> tuple[list[float], dict[str, Tensor]]:
+def _bf16(config: dict[str, Any], case: Case) -> dict[str, Tensor]:
     manager = build_manager("megatron_fsdp", config, {}, case)
-    losses, _, _ = train_steps(manager, case, range(case.steps))
-    state = manager.state_dict(full=True)["model"]
-    return losses, state
+    train_steps(manager, case, range(case.steps))
+    return manager.state_dict(full=True)["model"]
 
 
 def _emulated(case: Case, ranks: int) -> dict[str, Tensor]:
@@ -225,31 +241,26 @@ def _emulated(case: Case, ranks: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in main.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=slow) for stage in (0, 1, 2)), 3])
 def test_bf16_with_float32_weights_and_sums_is_exactly_what_one_process_computes(stage: int) -> None:
     case = Case(dtype="bfloat16", microbatches=2, sequences=8, max_norm=None)
     # Sums over microbatches and ranks associate in another way where gradients stay whole.
     case = case if stage > 1 else replace(case, microbatches=1)
     config = {"zero_dp_strategy": stage, "preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
-    _, weights = pool(2).run(_bf16, config, case)[0]
+    weights = pool(2).run(_bf16, config, case)[0]
     expected = _emulated(case, 2)
     assert weights["lm_head.weight"].dtype == torch.float32
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@slow
 def test_the_main_job_prints_the_losses_of_single_with_wide_sums() -> None:
     case = Case(dtype="float32", microbatches=2, sequences=24)
     config = {"reduce_dtype": "float64"}
-    reference = pool(1).run(_losses, "single", config, replace(case, microbatches=8))[0]
+    single = pool(1).run(train_case, "single", config, {}, replace(case, microbatches=8))[0]
     for stage in (1, 3):
-        for losses in pool(4).run(_losses, "megatron_fsdp", {**config, "zero_dp_strategy": stage}, case):
-            assert losses == reference
-
-
-def _losses(strategy: str, config: dict[str, Any], case: Case) -> list[str]:
-    manager = build_manager(strategy, config, {}, case)
-    losses, _, _ = train_steps(manager, case, range(case.steps))
-    return [format(loss, ".6f") for loss in losses]
+        for found in pool(4).run(train_case, "megatron_fsdp", {**config, "zero_dp_strategy": stage}, {}, case):
+            assert [f"{loss:.6f}" for loss in found.losses] == [f"{loss:.6f}" for loss in single.losses]
 
 
 # -- nothing stays behind
@@ -272,5 +283,6 @@ def _torch_in_package() -> list[bool]:
     return [during, between, module.torch is torch]
 
 
+@slow
 def test_the_package_gets_torch_back_when_the_last_manager_goes() -> None:
     assert pool(2).run(_torch_in_package) == [[True] * 3] * 2

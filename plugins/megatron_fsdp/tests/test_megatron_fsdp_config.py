@@ -12,48 +12,33 @@ import torch
 from meshwright import ConfigError, MeshSizes, resolve
 from meshwright_megatron_fsdp import MegatronFSDPConfig
 
-REFERENCE = {
-    "sequence_parallel": False,
-    "tp_plan": None,
-    "megatron_fsdp_unit_modules": None,
-    "zero_dp_strategy": 3,
-    "init_fsdp_with_meta_device": False,
-    "grad_reduce_in_fp32": False,
-    "preserve_fp32_weights": False,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "check_for_nan_in_grad": True,
-    "average_in_collective": False,
-    "disable_bucketing": False,
-    "calculate_per_token_loss": False,
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "activation_checkpointing": False,
-    "backend": "nccl",
-}
+OFF = (
+    "sequence_parallel init_fsdp_with_meta_device grad_reduce_in_fp32 preserve_fp32_weights average_in_collective "
+    "disable_bucketing calculate_per_token_loss keep_fp8_transpose_cache nccl_ub fsdp_double_buffer "
+    "activation_checkpointing"
+)
+REFERENCE = (
+    dict.fromkeys(OFF.split(), False)
+    | dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad"), True)
+    | {"tp_plan": None, "megatron_fsdp_unit_modules": None, "zero_dp_strategy": 3, "backend": "nccl"}
+)
 
 
 def test_fields_and_defaults_are_those_of_the_reference_and_then_the_packages() -> None:
     fields = MegatronFSDPConfig().to_dict()
     assert {name: fields.pop(name) for name in REFERENCE} == REFERENCE
+    nothing = (
+        "reduce_dtype loss_chunk_rows data_parallel_sharding_strategy suggested_communication_unit_size "
+        "main_params_dtype main_grads_dtype grad_comm_dtype"
+    )
     assert fields == {
-        "reduce_dtype": None,
-        "loss_chunk_rows": None,
+        **dict.fromkeys(nothing.split()),
         "cp_attention": "allgather",
-        "data_parallel_sharding_strategy": None,
         "outer_dp_sharding_strategy": 0,
         "gradient_reduce_div_fusion": True,
-        "suggested_communication_unit_size": None,
         "report_nan_in_param_grad": False,
         "disable_symmetric_registration": False,
-        "main_params_dtype": None,
-        "main_grads_dtype": None,
-        "grad_comm_dtype": None,
     }
-
-
-def test_every_field_tells_what_it_does() -> None:
     assert all(field.description for field in MegatronFSDPConfig.model_fields.values())
 
 
@@ -89,18 +74,18 @@ def test_what_is_refused(options: dict[str, Any], told: str) -> None:
         resolve("megatron_fsdp", MeshSizes(), 1, config=options)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("no_shard", 0), ("optim", 1), ("optim_grads", 2)])
-def test_stages_go_by_number_or_by_megatron_cores_name(name: str, stage: int) -> None:
-    assert MegatronFSDPConfig(data_parallel_sharding_strategy=name).zero == stage
-    assert MegatronFSDPConfig(zero_dp_strategy=stage, data_parallel_sharding_strategy=name).zero == stage
-    assert MegatronFSDPConfig(zero_dp_strategy=3, data_parallel_sharding_strategy=name).zero == stage
+def test_stages_go_by_number_or_by_megatron_cores_name() -> None:
+    for stage, name in enumerate(("no_shard", "optim", "optim_grads")):
+        for number in ({}, {"zero_dp_strategy": stage}, {"zero_dp_strategy": 3}):
+            assert MegatronFSDPConfig(data_parallel_sharding_strategy=name, **number).zero == stage
 
 
-@pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_dtypes_are_taken_by_name_or_as_they_are(given: Any) -> None:
-    assert MegatronFSDPConfig(grad_comm_dtype=given).grad_comm_dtype == "bfloat16"
+def test_dtypes_are_taken_by_name_or_as_they_are() -> None:
+    for given in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert MegatronFSDPConfig(grad_comm_dtype=given).grad_comm_dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_neither_the_config_nor_the_plugin_imports_torch_or_the_package() -> None:
     code = (
         "import sys, meshwright_megatron_fsdp.plugin as p; p.register_strategies(); "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -21,6 +21,8 @@ from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model, tiny_model
 from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
+slow = pytest.mark.slow
+
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     named = dict(model.named_parameters())
@@ -29,18 +31,31 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}, {"params": others, "lr": 3e-3}], lr=1e-2)
 
 
-def _loop(options: dict[str, Any]) -> float:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+def _apart(
+    mesh: DeviceMesh,
+    axis: str,
+    *arguments: Any,
+    function: Any = nvfsdp_strategy_parallelize,
+    halves: bool = False,
+    **options: Any,
+) -> float:
+    """Train three steps by hand, sequences divided along one axis; how far the model is from one process.
+
+    Args:
+        halves: accumulate over two microbatches.
+    """
+    rank, ranks = mesh.get_local_rank(axis), mesh[axis].size()
     model, alone = tiny_model(seed=0), tiny_model(seed=0)
-    module, optimizer = nvfsdp_strategy_parallelize(model, mesh, _optimizer(model), **options)
+    module, optimizer = function(model, mesh, _optimizer(model), *arguments, **options)
     reference = _optimizer(alone)
     for step in range(3):
         ids = torch.randint(131, (2 * ranks, 6), generator=torch.Generator().manual_seed(step))
         mine = ids[2 * rank :][:2]
-        with module.no_sync():
-            (token_loss_sum(module(input_ids=mine[:1]).logits, mine[:1]) / (10 * ranks)).backward()
-        (token_loss_sum(module(input_ids=mine[1:]).logits, mine[1:]) / (10 * ranks)).backward()
+        if halves:
+            with module.no_sync():
+                (token_loss_sum(module(input_ids=mine[:1]).logits, mine[:1]) / (10 * ranks)).backward()
+            mine = mine[1:]
+        (token_loss_sum(module(input_ids=mine).logits, mine) / (10 * ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
@@ -50,12 +65,16 @@ def _loop(options: dict[str, Any]) -> float:
         return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
 
 
+def _loop(options: dict[str, Any]) -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    return _apart(mesh, "data_parallel", halves=True, **options)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"data_parallel_sharding_strategy": "optim", "nvfsdp_unit_modules": ["LlamaMLP"]},
         {"data_parallel_sharding_strategy": "params"},
+        pytest.param({"data_parallel_sharding_strategy": "optim", "nvfsdp_unit_modules": ["LlamaMLP"]}, marks=slow),
     ],
     ids=str,
 )
@@ -119,47 +138,47 @@ PLAIN = {
 OPTIM = {"data_parallel_sharding_strategy": "optim"}
 
 
-@pytest.mark.parametrize(
-    ("options", "changes"),
-    [
-        ({}, {}),
-        ({"nvfsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, {"units": 6}),
-        ({"nvfsdp_unit_modules": ["LlamaDecoderLayer"]}, {"units": 3}),
-        ({"nvfsdp_unit_modules": None}, {"units": 0}),
-        ({"data_parallel_sharding_strategy": "params"}, {}),
-        ({"data_parallel_sharding_strategy": "grads_params"}, {}),
-        (OPTIM, {"shards": "optim"}),
-        ({"grad_reduce_in_fp32": True}, {"sums": {"torch.float32"}}),
-        ({"preserve_fp32_weights": True}, {"trains": {"torch.float32"}}),
-        (OPTIM | {"overlap_grad_reduce": False}, {"shards": "optim", "in backward": False}),
-        (OPTIM | {"overlap_param_gather": False}, {"shards": "optim", "gathers ahead": False}),
-        ({"check_for_nan_in_grad": False}, {"told": False}),
-        ({"average_in_collective": True}, {"averages": True}),
-        ({"disable_bucketing": True}, {"bucket": None}),
-        (
-            {"fsdp_double_buffer": True, "nvfsdp_unit_modules": ["LlamaDecoderLayer"]},
-            {"allocator": "FixedPoolAllocator", "units": 3},
-        ),
-    ],
-    ids=str,
-)
-def test_each_argument_acts(options: dict[str, Any], changes: dict[str, Any]) -> None:
-    assert pool(2).run(_acts, options, (2, 1, 1), AXES) == [PLAIN | changes] * 2
+BLOCKS = ["LlamaDecoderLayer"]
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"nvfsdp_unit_modules": None}, {}),
+    ({"nvfsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, {"units": 6}),
+    ({"data_parallel_sharding_strategy": "grads_params"}, {}),
+    (OPTIM | {"overlap_grad_reduce": False}, {"shards": "optim", "in backward": False}),
+    (OPTIM | {"overlap_param_gather": False}, {"shards": "optim", "gathers ahead": False}),
+    ({"grad_reduce_in_fp32": True}, {"sums": {"torch.float32"}}),
+    ({"preserve_fp32_weights": True}, {"trains": {"torch.float32"}}),
+    ({"check_for_nan_in_grad": False}, {"told": False}),
+    ({"average_in_collective": True}, {"averages": True}),
+    ({"disable_bucketing": True}, {"bucket": None}),
+    (
+        {"fsdp_double_buffer": True, "nvfsdp_unit_modules": BLOCKS},
+        {"allocator": "FixedPoolAllocator", "units": 3},
+    ),
+]
+REFUSED = {
+    "init_nvfsdp_with_meta_device": "ModelError",
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": "ConfigError",
+    "nccl_ub": "StrategyError",
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"init_nvfsdp_with_meta_device": True}, "ModelError"),
-        ({"keep_fp8_transpose_cache_when_using_custom_fsdp": True}, "ConfigError"),
-        ({"nccl_ub": True}, "StrategyError"),
-    ],
-    ids=str,
-)
-def test_arguments_that_cannot_act_are_refused(options: dict[str, Any], error: str) -> None:
-    assert pool(1).run(_acts, options, (1, 1, 1), AXES) == [{"error": error}]
+def _all_act(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_acts(options, (2, 1, 1), AXES) for options in cases]
 
 
+@slow
+def test_each_argument_acts() -> None:
+    found = pool(2).run(_all_act, [options for options, _ in CASES])
+    assert found == [[PLAIN | changes for _, changes in CASES]] * 2
+
+
+@slow
+def test_arguments_that_cannot_act_are_refused() -> None:
+    found = pool(2).run(_all_act, [{name: True} for name in REFUSED])
+    assert found == [[{"error": error} for error in REFUSED.values()]] * 2
+
+
+@slow
 def test_arguments_that_name_the_axes_and_the_plan_act() -> None:
     axes = ("rows", "middle", "columns")
     names: dict[str, Any] = dict(zip(("dp_mesh_name", "cp_mesh_name", "tp_mesh_name"), axes, strict=True))
@@ -198,62 +217,41 @@ ON_POSITIONS: dict[str, Any] = PLAN | {
 
 
 def _by_position(name: str, form: str) -> float:
-    """How far the model is from one process after three steps; `form` says how the function is called."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    shape = (1, 2, 1) if form == "context" else (1, 1, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "context_parallel", "tensor_parallel"))
-    model, alone = tiny_model(seed=0), tiny_model(seed=0)
-    function: Any = {"nvfsdp": nvfsdp_strategy_parallelize, "megatron": megatron_fsdp_strategy_parallelize}[name]
-    plan = {"context": None, "tensor": PLAN, "positions": ON_POSITIONS}[form]
-    module, optimizer = function(model, mesh, _optimizer(model), ["LlamaDecoderLayer"], plan, "optim_grads", False)
-    reference = _optimizer(alone)
-    for step in range(3):
-        ids = torch.randint(131, (2, 6), generator=torch.Generator().manual_seed(step))
-        # What the loop does over the context axis is its affair; here each of its ranks has another sequence.
-        mine = ids[rank : rank + 1] if form == "context" else ids
-        (token_loss_sum(module(input_ids=mine).logits, mine) / (5 * ranks)).backward()
-        optimizer.step()
-        reference.zero_grad()
-        (token_loss_sum(alone(input_ids=ids).logits, ids) / (5 * ranks)).backward()
-        reference.step()
-    with torch.no_grad():
-        return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
+    """How far the model is from one process; `form` says along which axis its two ranks lie, and with which plan."""
+    axis, plan = {"context": ("context", None), "tensor": ("tensor", PLAN), "positions": ("tensor", ON_POSITIONS)}[form]
+    mesh = init_device_mesh("cpu", (1, 2, 1) if axis == "context" else (1, 1, 2), mesh_dim_names=AXES)
+    function = {"nvfsdp": nvfsdp_strategy_parallelize, "megatron": megatron_fsdp_strategy_parallelize}[name]
+    # What the loop does over the context axis is its affair; here each of its ranks has other sequences.
+    along = "context_parallel" if axis == "context" else "data_parallel"
+    return _apart(mesh, along, BLOCKS, plan, "optim_grads", False, function=function)
 
 
+@slow
 @pytest.mark.parametrize(
-    ("name", "form"), [("nvfsdp", "context"), ("megatron", "context"), ("nvfsdp", "tensor"), ("nvfsdp", "positions")]
+    ("name", "form"), [("nvfsdp", "positions"), ("nvfsdp", "tensor"), ("nvfsdp", "context"), ("megatron", "context")]
 )
 def test_arguments_by_position_a_context_axis_and_torch_styles_train_as_one_process(name: str, form: str) -> None:
     assert max(pool(2).run(_by_position, name, form)) < 1e-11
 
 
+NAMES = (
+    "model device_mesh optimizer nvfsdp_unit_modules tp_shard_plan data_parallel_sharding_strategy "
+    "init_nvfsdp_with_meta_device grad_reduce_in_fp32 preserve_fp32_weights overlap_grad_reduce overlap_param_gather "
+    "check_for_nan_in_grad average_in_collective disable_bucketing calculate_per_token_loss "
+    "keep_fp8_transpose_cache_when_using_custom_fsdp nccl_ub fsdp_double_buffer dp_mesh_name cp_mesh_name tp_mesh_name "
+    "options"
+)
+
+
 def test_the_signature_is_that_of_the_reference() -> None:
     defaults = {name: p.default for name, p in inspect.signature(nvfsdp_strategy_parallelize).parameters.items()}
-    empty = inspect.Parameter.empty
-    assert list(defaults.items()) == [
-        ("model", empty),
-        ("device_mesh", empty),
-        ("optimizer", None),
-        ("nvfsdp_unit_modules", None),
-        ("tp_shard_plan", None),
-        ("data_parallel_sharding_strategy", "optim_grads_params"),
-        ("init_nvfsdp_with_meta_device", False),
-        ("grad_reduce_in_fp32", False),
-        ("preserve_fp32_weights", False),
-        ("overlap_grad_reduce", True),
-        ("overlap_param_gather", True),
-        ("check_for_nan_in_grad", True),
-        ("average_in_collective", False),
-        ("disable_bucketing", False),
-        ("calculate_per_token_loss", False),
-        ("keep_fp8_transpose_cache_when_using_custom_fsdp", False),
-        ("nccl_ub", False),
-        ("fsdp_double_buffer", False),
-        ("dp_mesh_name", "data_parallel"),
-        ("cp_mesh_name", "context_parallel"),
-        ("tp_mesh_name", "tensor_parallel"),
-        ("options", empty),
-    ]
+    expected: dict[str, Any] = dict.fromkeys(NAMES.split(), False)
+    expected |= dict.fromkeys(("model", "device_mesh", "options"), inspect.Parameter.empty)
+    expected |= dict.fromkeys(("optimizer", "nvfsdp_unit_modules", "tp_shard_plan"))
+    expected |= dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad"), True)
+    expected |= dict(zip(("dp_mesh_name", "cp_mesh_name", "tp_mesh_name"), AXES, strict=True))
+    expected["data_parallel_sharding_strategy"] = "optim_grads_params"
+    assert list(defaults.items()) == list(expected.items())
     assert HAVE_NVFSDP is True
 
 
@@ -283,56 +281,39 @@ def test_torch_styles_mean_what_ours_do() -> None:
 
 def _loop_on_two_axes() -> float:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tensor_parallel"))
-    model, alone = tiny_model(seed=0), tiny_model(seed=0)
-    options: dict[str, Any] = {"dp_mesh_name": "dp", "sequence_parallel": True, "tp_shard_plan": None}
-    module, optimizer = nvfsdp_strategy_parallelize(model, mesh, _optimizer(model), **options)
-    reference = _optimizer(alone)
-    for step in range(3):
-        ids = torch.randint(131, (4, 6), generator=torch.Generator().manual_seed(step))
-        mine = ids[2 * mesh.get_local_rank("dp") :][:2]
-        (token_loss_sum(module(input_ids=mine).logits, mine) / 20).backward()
-        optimizer.step()
-        reference.zero_grad()
-        (token_loss_sum(alone(input_ids=ids).logits, ids) / 20).backward()
-        reference.step()
-    with torch.no_grad():
-        return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
+    return _apart(mesh, "dp", dp_mesh_name="dp", sequence_parallel=True, tp_shard_plan=None)
 
 
+@slow
 def test_a_loop_by_hand_with_tensor_parallelism() -> None:
     assert max(pool(4).run(_loop_on_two_axes)) < 1e-11
 
 
-def _refused(what: str) -> str:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    model = tiny_model()
-    optimizer = _optimizer(tiny_model() if what == "stranger" else model)
-    if what == "stepped":
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    name = "data_parallel" if what == "axis" else "dp"
-    options = {"zero": 3} if what == "option" else {}
-    try:
-        megatron_fsdp_strategy_parallelize(model, mesh, optimizer, dp_mesh_name=name, **options)
-    except MeshwrightError as error:
-        return str(error)
-    return "accepted"
+def _refused() -> list[str]:
+    mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), []
+    for what in ("axis", "stepped", "stranger", "option"):
+        model = tiny_model()
+        optimizer = _optimizer(tiny_model() if what == "stranger" else model)
+        if what == "stepped":
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        name = "data_parallel" if what == "axis" else "dp"
+        options = {"zero": 3} if what == "option" else {}
+        with pytest.raises(MeshwrightError) as caught:
+            megatron_fsdp_strategy_parallelize(model, mesh, optimizer, dp_mesh_name=name, **options)
+        found.append(str(caught.value))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("axis", "must have all 2 ranks in order"),
-        ("stepped", "has been stepped before sharding"),
-        ("stranger", "that are not the model's"),
-        ("option", "zero: unknown key"),
-    ],
-)
-def test_what_is_refused(what: str, told: str) -> None:
-    first, second = pool(2).run(_refused, what)
+def test_what_is_refused() -> None:
+    first, second = pool(2).run(_refused)
     assert first == second
-    assert told in first
+    axis, stepped, stranger, option = first
+    assert "must have all 2 ranks in order" in axis
+    assert "has been stepped before sharding" in stepped
+    assert "that are not the model's" in stranger
+    assert "zero: unknown key" in option
 
 
 HEADS = {f"{LAYER}.self_attn.{name}_proj": "colwise" for name in "qkv"} | {f"{LAYER}.self_attn.o_proj": "rowwise"}

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.steps import built, gradient_step, refusal
 
-from meshwright import MeshwrightError, TrainingError, count_tokens
+from meshwright import TrainingError
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 
+slow = pytest.mark.slow
 HSDP = {"dp_replicate_size": 2}
 BLOCKS = 3
 UNITS = BLOCKS + 1
 
 
+@slow
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        ({"activation_checkpointing": True}, {}),
-        ({"activation_checkpointing": "selective", "zero_dp_strategy": 1}, {}),
+        ({"activation_checkpointing": "selective", "zero_dp_strategy": 1, "calculate_per_token_loss": True}, {}),
         ({"overlap_grad_reduce": False, "zero_dp_strategy": 0}, {}),
         ({"overlap_grad_reduce": False, "overlap_param_gather": False, "zero_dp_strategy": 1}, HSDP),
-        ({"overlap_param_gather": False, "zero_dp_strategy": 2}, {}),
-        ({"average_in_collective": True}, {}),
-        ({"gradient_reduce_div_fusion": False}, {}),
+        ({"overlap_param_gather": False, "zero_dp_strategy": 2, "gradient_reduce_div_fusion": False}, {}),
         ({"average_in_collective": True, "outer_dp_sharding_strategy": 1}, HSDP),
-        ({"fsdp_double_buffer": True}, {}),
+        ({"fsdp_double_buffer": True, "average_in_collective": True}, {}),
         ({"fsdp_double_buffer": True, "outer_dp_sharding_strategy": 1}, HSDP),
-        ({"megatron_fsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, {}),
-        ({"suggested_communication_unit_size": 1}, {}),
+        (
+            {
+                "megatron_fsdp_unit_modules": ["LlamaAttention", "LlamaMLP"],
+                "suggested_communication_unit_size": 1,
+                "activation_checkpointing": True,
+            },
+            {},
+        ),
         ({"main_params_dtype": "float64", "main_grads_dtype": "float64", "zero_dp_strategy": 2}, {}),
     ],
     ids=str,
@@ -47,35 +52,21 @@ def test_parity(config: dict[str, Any], sizes: dict[str, int]) -> None:
 # -- what is communicated
 
 
-def _step(manager: Any, case: Case, index: int = 1) -> Callable[[], Any]:
-    batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
-    tokens = count_tokens(batches, manager.mesh)
-    return lambda: manager.forward_backward(batches, num_tokens=tokens)
-
-
-def _traffic(config: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """What a step communicates in backward and forward, and what its end does."""
-    case = Case(microbatches=3, ragged=False)
-    manager = build_manager("megatron_fsdp", config, sizes, case)
-    train_steps(manager, case, range(1))
-    step = measure_collectives(_step(manager, case), {"shard": manager.mesh.group("dp_shard")})
-    return step.of(group="shard"), measure_collectives(manager.optimizer_step)
-
-
-def _counts(config: dict[str, Any], sizes: dict[str, int] | None = None) -> tuple[int, int, int, int]:
+def _counts(config: dict[str, Any]) -> tuple[int, ...]:
     """all-gathers, reduce-scatters and all-reduces of large tensors in forward_backward, and all-gathers of a step."""
-    step, end = pool(2).run(_traffic, config, sizes or {})[0]
-    large = [each.kind for each in step if each.bytes > 8000]
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    gathers, scatters, reduces = (large.count(kind) for kind in kinds)
-    return gathers, scatters, reduces, len(end.of("all_gather"))
+    case = Case(microbatches=3, ragged=False)
+    manager = built("megatron_fsdp", config, {}, case)
+    step = measure_collectives(gradient_step(manager, case, 1), {"shard": manager.mesh.group("dp_shard")})
+    end = measure_collectives(manager.optimizer_step)
+    large = [each.kind for each in step.of(group="shard") if each.bytes > 8000]
+    return *(large.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")), len(end.of("all_gather"))
 
 
+@slow
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"zero_dp_strategy": 0}, (0, 0, UNITS, 0)),
-        ({"zero_dp_strategy": 1}, (UNITS, UNITS, 0, 0)),
         ({"zero_dp_strategy": 2}, (UNITS, 3 * UNITS, 0, 0)),
         ({"zero_dp_strategy": 2, "overlap_param_gather": False}, (0, 3 * UNITS, 0, UNITS)),
         # Parameters in no unit are kept from the first microbatch on; a unit is gathered for forward and backward.
@@ -85,7 +76,7 @@ def _counts(config: dict[str, Any], sizes: dict[str, int] | None = None) -> tupl
     ids=str,
 )
 def test_each_stage_gathers_and_reduces_what_it_shards(config: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert _counts(config) == expected
+    assert pool(2).run(_counts, config) == [expected] * 2
 
 
 def _when(config: dict[str, Any]) -> list[int]:
@@ -99,6 +90,7 @@ def _when(config: dict[str, Any]) -> list[int]:
     return [before["reduce_scatter"], after["reduce_scatter"]]
 
 
+@slow
 @pytest.mark.parametrize(("overlap", "expected"), [(True, [UNITS, 0]), (False, [0, UNITS])])
 def test_overlap_grad_reduce_decides_whether_backward_reduces(overlap: bool, expected: list[int]) -> None:
     assert pool(2).run(_when, {"overlap_grad_reduce": overlap}) == [expected] * 2
@@ -106,9 +98,8 @@ def test_overlap_grad_reduce_decides_whether_backward_reduces(overlap: bool, exp
 
 def _dtypes(config: dict[str, Any], dtype: str) -> dict[str, set[str]]:
     case = Case(dtype=dtype)
-    manager = build_manager("megatron_fsdp", config, {}, case)
-    train_steps(manager, case, range(1))
-    step = measure_collectives(_step(manager, case))
+    manager = built("megatron_fsdp", config, {}, case)
+    step = measure_collectives(gradient_step(manager, case, 1))
     gradients = [each for each in step.of("reduce_scatter") if each.bytes > 4000]
     return {
         "sent": {str(each.dtype) for each in gradients},
@@ -118,13 +109,13 @@ def _dtypes(config: dict[str, Any], dtype: str) -> dict[str, set[str]]:
     }
 
 
+@slow
 @pytest.mark.parametrize(
     ("config", "sent", "trained", "sums"),
     [
         ({}, "bfloat16", "bfloat16", "bfloat16"),
-        ({"grad_reduce_in_fp32": True}, "float32", "bfloat16", "float32"),
         ({"preserve_fp32_weights": True}, "bfloat16", "float32", "bfloat16"),
-        ({"main_params_dtype": "float32", "main_grads_dtype": "float32"}, "float32", "float32", "float32"),
+        ({"main_params_dtype": "float32", "main_grads_dtype": "float32"}, *["float32"] * 3),
         ({"grad_reduce_in_fp32": True, "grad_comm_dtype": "bfloat16"}, "bfloat16", "bfloat16", "float32"),
         ({"reduce_dtype": "float64"}, "float64", "bfloat16", "float64"),
     ],
@@ -140,44 +131,40 @@ def test_dtypes_of_weights_sums_and_messages(config: dict[str, Any], sent: str, 
         }
 
 
-def _layout_of_buffers(config: dict[str, Any]) -> dict[str, Any]:
-    manager = build_manager("megatron_fsdp", config, {}, Case())
-    fsdp = manager._fsdp
-    groups = fsdp.param_and_grad_buffer.parameter_groups
-    return {
-        "units": len({group.fsdp_unit_id for group in groups} - {None}),
-        "bucket": fsdp.bucket_size,
-        "allocator": type(fsdp.param_and_grad_buffer.weight_alloc).__name__,
-        "ahead": fsdp.suggested_AG_prefetch_size,
-        "waiting": fsdp.suggested_RS_queue_capacity,
-        "divides": fsdp.ddp_config.gradient_reduce_div_fusion,
-    }
+def _layout_of_buffers(configs: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Units, size of a bucket, allocator, elements gathered ahead and waiting, and whether reductions divide."""
+    found = []
+    for config in configs:
+        fsdp = build_manager("megatron_fsdp", config, {}, Case())._fsdp
+        buffer = fsdp.param_and_grad_buffer
+        units = len({group.fsdp_unit_id for group in buffer.parameter_groups} - {None})
+        ahead = fsdp.suggested_AG_prefetch_size, fsdp.suggested_RS_queue_capacity
+        divides = fsdp.ddp_config.gradient_reduce_div_fusion
+        found.append((units, fsdp.bucket_size, type(buffer.weight_alloc).__name__, *ahead, divides))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("config", "key", "expected"),
-    [
-        ({}, "units", BLOCKS),
-        ({"megatron_fsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, "units", 2 * BLOCKS),
+@slow
+def test_units_buckets_and_buffers() -> None:
+    resized, bucket, gib = "StorageResizeBasedBucketAllocator", 40_000_000, 10**9
+    path = "transformers.models.llama.modeling_llama.LlamaMLP"
+    cases: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+        ({}, (BLOCKS, bucket, resized, gib // 2, gib, True)),
         (
-            {"megatron_fsdp_unit_modules": ["transformers.models.llama.modeling_llama.LlamaMLP"]},
-            "units",
-            BLOCKS,
+            {"megatron_fsdp_unit_modules": ["LlamaAttention", "LlamaMLP"], "suggested_communication_unit_size": 10},
+            (2 * BLOCKS, bucket, resized, 5, 10, True),
         ),
-        ({}, "bucket", 40_000_000),
-        ({"disable_bucketing": True}, "bucket", None),
-        ({}, "allocator", "StorageResizeBasedBucketAllocator"),
-        ({"fsdp_double_buffer": True}, "allocator", "FixedPoolAllocator"),
-        ({}, "ahead", 500_000_000),
-        ({"suggested_communication_unit_size": 10}, "ahead", 5),
-        ({"suggested_communication_unit_size": 10}, "waiting", 10),
-        ({}, "divides", True),
-        ({"gradient_reduce_div_fusion": False}, "divides", False),
-    ],
-    ids=str,
-)
-def test_units_buckets_and_buffers(config: dict[str, Any], key: str, expected: Any) -> None:
-    assert [found[key] for found in pool(2).run(_layout_of_buffers, config)] == [expected] * 2
+        (
+            {"megatron_fsdp_unit_modules": [path], "gradient_reduce_div_fusion": False},
+            (BLOCKS, bucket, resized, gib // 2, gib, False),
+        ),
+        (
+            {"disable_bucketing": True, "fsdp_double_buffer": True},
+            (BLOCKS, None, "FixedPoolAllocator", gib // 2, gib, True),
+        ),
+    ]
+    found = pool(2).run(_layout_of_buffers, [config for config, _ in cases])
+    assert found == [[expected for _, expected in cases]] * 2
 
 
 def _averages(config: dict[str, Any]) -> list[bool]:
@@ -195,6 +182,7 @@ def _averages(config: dict[str, Any]) -> list[bool]:
     return [op == torch.distributed.ReduceOp.AVG for op in seen]
 
 
+@slow
 @pytest.mark.parametrize("average", [False, True])
 def test_gradients_are_summed_unless_average_in_collective(average: bool) -> None:
     for ops in pool(2).run(_averages, {"average_in_collective": average}):
@@ -202,25 +190,19 @@ def test_gradients_are_summed_unless_average_in_collective(average: bool) -> Non
         assert set(ops) == {average}
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_calculate_per_token_loss_holds_anyway(value: bool) -> None:
-    assert_parity("megatron_fsdp", Case(), world_size=2, config={"calculate_per_token_loss": value})
-
-
 # -- recomputation
 
 
 def _operators(mode: Any) -> tuple[int, int]:
     """How often attention and activation functions are computed in a step."""
-    case = Case()
-    manager = build_manager("megatron_fsdp", {"activation_checkpointing": mode}, {}, case)
+    manager = build_manager("megatron_fsdp", {"activation_checkpointing": mode}, {}, Case())
     with Counting() as counting:
-        _step(manager, case)()
-    return counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"], counting.counts[
-        "aten.silu.default"
-    ]
+        gradient_step(manager, Case())()
+    attention = counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+    return attention, counting.counts["aten.silu.default"]
 
 
+@slow
 @pytest.mark.parametrize(
     ("mode", "attentions", "activations"),
     [(False, 1, 1), (True, 2, 2), ("full", 2, 2), ("selective", 1, 2)],
@@ -245,7 +227,7 @@ def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
         norm = manager.model_parts[0].model.norm
         handles.append(norm.register_forward_hook(lambda *a: a[-1] * float("inf")))
     try:
-        _step(manager, case, 0)()
+        gradient_step(manager, case)()
         manager.read()
         told = "accepted"
     except TrainingError as error:
@@ -270,6 +252,7 @@ def test_check_for_nan_in_grad_refuses_the_step_on_all_ranks() -> None:
     assert {told for told, _, _ in pool(2).run(_broken, {"check_for_nan_in_grad": False})} == {"accepted"}
 
 
+@slow
 def test_report_nan_in_param_grad_tells_it_on_all_ranks_before_it_spreads() -> None:
     answers = pool(2).run(_broken, {"report_nan_in_param_grad": True, "check_for_nan_in_grad": False})
     assert answers[0] == answers[1]
@@ -280,38 +263,28 @@ def test_report_nan_in_param_grad_tells_it_on_all_ranks_before_it_spreads() -> N
 # -- refusals
 
 
-def _refusal(config: dict[str, Any], sizes: dict[str, int], dtype: str) -> str:
-    try:
-        build_manager("megatron_fsdp", config, sizes, Case(dtype=dtype))
-    except MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+REFUSED: list[tuple[dict[str, Any], dict[str, int], str, str]] = [
+    ({"zero_dp_strategy": 0}, HSDP, "float64", "cannot do so over two axes (dp_replicate=2)"),
+    ({"outer_dp_sharding_strategy": 1}, {}, "float64", "dp_replicate, which has one rank"),
+    ({"nccl_ub": True}, {}, "float64", "but the mesh is on the CPU. Set nccl_ub=false"),
+    ({"nccl_ub": True, "disable_symmetric_registration": True}, {}, "float64", "but the mesh is on the CPU"),
+    ({"backend": "mpi"}, {}, "float64", "MeshError: backend='mpi', but the process group uses 'gloo' for cpu"),
+    ({"main_params_dtype": "float32"}, {}, "float64", "is coarser than the model's parameters (torch.float64)"),
+    ({"main_grads_dtype": "bfloat16"}, {}, "float32", "is coarser than the model's parameters (torch.float32)"),
+    ({"reduce_dtype": "float32"}, {}, "float64", "reduce_dtype=float32 is coarser"),
+    ({"megatron_fsdp_unit_modules": ["Nothing"]}, {}, "float64", "has no module of that class. Its classes: "),
+    ({"init_fsdp_with_meta_device": True}, {}, "float64", "ModelError: init_fsdp_with_meta_device=true, but"),
+    ({"backend": "gloo"}, {}, "float64", "accepted"),
+    ({"backend": "nccl"}, {}, "float64", "accepted"),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "sizes", "dtype", "told"),
-    [
-        ({"zero_dp_strategy": 0}, HSDP, "float64", "cannot do so over two axes (dp_replicate=2)"),
-        ({"outer_dp_sharding_strategy": 1}, {}, "float64", "dp_replicate, which has one rank"),
-        ({"nccl_ub": True}, {}, "float64", "but the mesh is on the CPU. Set nccl_ub=false"),
-        ({"nccl_ub": True, "disable_symmetric_registration": True}, {}, "float64", "but the mesh is on the CPU"),
-        ({"backend": "mpi"}, {}, "float64", "MeshError: backend='mpi', but the process group uses 'gloo' for cpu"),
-        ({"main_params_dtype": "float32"}, {}, "float64", "is coarser than the model's parameters (torch.float64)"),
-        ({"main_grads_dtype": "bfloat16"}, {}, "float32", "is coarser than the model's parameters (torch.float32)"),
-        ({"reduce_dtype": "float32"}, {}, "float64", "reduce_dtype=float32 is coarser"),
-        ({"megatron_fsdp_unit_modules": ["Nothing"]}, {}, "float64", "has no module of that class. Its classes: "),
-        ({"init_fsdp_with_meta_device": True}, {}, "float64", "ModelError: init_fsdp_with_meta_device=true, but"),
-    ],
-    ids=str,
-)
-def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks(
-    config: dict[str, Any], sizes: dict[str, int], dtype: str, told: str
-) -> None:
-    first, second = pool(2).run(_refusal, config, sizes, dtype)
+def _refusals() -> list[str]:
+    return [refusal("megatron_fsdp", config, sizes, Case(dtype=dtype)) for config, sizes, dtype, _ in REFUSED]
+
+
+def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks() -> None:
+    first, second = pool(2).run(_refusals)
     assert first == second
-    assert told in first
-
-
-def test_the_backend_that_is_used_is_accepted() -> None:
-    for backend in ("gloo", "nccl"):
-        assert pool(2).run(_refusal, {"backend": backend}, {}, "float64") == ["accepted"] * 2
+    for found, (*_, told) in zip(first, REFUSED, strict=True):
+        assert told in found

@@ -31,6 +31,7 @@ from support.commands import LAUNCHER_VARIABLES, write_run
 for library in ("tensorboard", "wandb", "mlflow", "sqlalchemy", "alembic", "trackio"):
     pytest.importorskip(library)
 
+pytestmark = pytest.mark.slow
 STEPS, SAVED, FAILS_IN = 6, 3, 5
 OBJECTIVE = f"""
 from pathlib import Path

@@ -37,9 +37,8 @@ from meshwright.strategy.registry import get_registry
 from meshwright.train.trackers import chosen, list_trackers, tracking
 from meshwright_trackers.background import Background
 from meshwright_trackers.config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from meshwright_trackers.libraries import Library
 from meshwright_trackers.metrics import parameters, step_metrics
-from meshwright_trackers.plugin import build_mlflow, build_tensorboard, build_trackio, build_wandb
+from meshwright_trackers.plugin import Library, build_mlflow, build_tensorboard, build_trackio, build_wandb
 
 PATIENCE_S = 240
 
@@ -211,6 +210,7 @@ def test_what_tensorboard_is_told_can_be_seen_while_the_run_goes_on(tmp_path: Pa
     tracker.close()
 
 
+@pytest.mark.slow
 def test_wandb_has_what_is_not_finite_and_the_options_and_a_run_that_a_signal_has_ended(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     config = WandbConfig(
@@ -239,6 +239,7 @@ def test_wandb_has_what_is_not_finite_and_the_options_and_a_run_that_a_signal_ha
     assert next(each.exit.exit_code for each in records if each.WhichOneof("record_type") == "exit") == 1
 
 
+@pytest.mark.slow
 def test_a_wandb_run_that_is_disabled_writes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     tracker = build_wandb(WandbConfig(mode="disabled"), _run(tmp_path))
@@ -255,6 +256,7 @@ def _mlflow_run(uri: str, experiment: str = "meshwright") -> tuple[Any, Any]:
     return client, run
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed(tmp_path: Path) -> None:
     for library in ("mlflow", "sqlalchemy", "alembic"):
         pytest.importorskip(library)
@@ -284,6 +286,7 @@ def test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed(tmp_pat
     assert [each.timestamp for each in history] == [1001000, 1002000, 1003000]
 
 
+@pytest.mark.slow
 def test_a_file_store_of_mlflow_takes_the_same_where_mlflow_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +321,7 @@ for config, start in [(plain, 0), (plain, 0), (chosen, 0), (chosen, 0), (chosen,
 """
 
 
+@pytest.mark.slow
 def test_trackio_goes_on_with_a_run_of_its_id_and_with_one_of_a_chosen_name_only_where_ours_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -365,6 +369,7 @@ tracker.on_run_end(_ended(run, 1))
 """
 
 
+@pytest.mark.slow
 def test_a_server_of_trackio_has_what_the_run_has_told(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
@@ -462,6 +467,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_of_mlflow_has_all_that_the_run_has_told(tmp_path: Path, server: Server) -> None:
     run, hook = _run(tmp_path), get_registry().hook
     uri = server.uri.replace("http://", "http://user:password@")
@@ -474,6 +480,7 @@ def test_a_server_of_mlflow_has_all_that_the_run_has_told(tmp_path: Path, server
     assert found.info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_waits_for_mlflow_no_longer_than_it_is_told_to(tmp_path: Path, server: Server) -> None:
     config = MLflowConfig(tracking_uri=server.uri, experiment="stopped", flush_timeout_s=0.5)
     tracker = build_mlflow(config, _run(tmp_path))
@@ -488,6 +495,7 @@ def test_the_end_of_a_run_waits_for_mlflow_no_longer_than_it_is_told_to(tmp_path
         server.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_server_of_mlflow_that_is_killed_is_told_once_and_ends_no_run(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

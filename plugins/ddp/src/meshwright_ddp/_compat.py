@@ -1,7 +1,4 @@
-"""Names of torch that differ between its supported versions, or are private, each with the reason.
-
-`tests/contract/test_compat.py` holds a canary for each.
-"""
+"""Names of torch that differ between its supported versions; `tests/contract/test_compat.py` has a canary for each."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ SHIMS = ("buffer_option",)
 
 
 def buffer_option(is_synced: bool) -> dict[str, bool]:
-    """The argument of DistributedDataParallel that says whether rank 0's buffers are broadcast before each forward.
+    """Return DistributedDataParallel's argument for broadcasting rank 0's buffers before each forward.
 
-    `forward_sync_buffers` where torch has it. In older versions `broadcast_buffers` also governs the broadcast at
-    construction, which `init_sync=False` switches off.
+    In versions without `forward_sync_buffers`, `broadcast_buffers` also governs the broadcast at construction, which
+    `init_sync=False` switches off.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": is_synced}

@@ -1,18 +1,15 @@
 """Our own data-parallel engine, after Megatron-Core's DistributedDataParallel, for any model.
 
 Gradients accumulate in flat buffers, cut into buckets. With `overlap_grad_reduce` a bucket is reduced as soon as
-backward has yielded all of its gradients. This module puts the parts together around a model: `buffers` and `buckets`,
-`gradient_sync`, `parameter_gather`, and the shards of `optimizer`. It steps no optimizer.
+backward has yielded all of its gradients.
 
 [Note: delayed weights] With `delay_wgrad_compute` the backward of a microbatch computes no gradients of the weights of
 linear layers. They follow when the next forward begins, when `no_sync` is left, or with `finish_grad_sync`.
-
-Source: the semantics of Megatron-Core's DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +22,7 @@ from meshwright.manager.start import check_reduce_dtype
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.weight_gradients import WeightGradients
 
-from .buckets import make_buckets
-from .buffers import make_buffers
+from .buckets import make_buckets, make_buffers
 from .config import DistributedDataParallelConfig
 from .gradient_sync import GradientSync
 from .optimizer import Shards
@@ -45,15 +41,14 @@ class BucketedDataParallel(nn.Module):
         module: on the mesh's device, equal on all ranks.
         config: options; see `DistributedDataParallelConfig`.
         mesh: gradients are summed over its axis `dp_replicate`.
-        gradient_dtype: in which gradients accumulate and are reduced; None: what the config says, or else that of each
+        gradient_dtype: dtype in which gradients accumulate and are reduced; None: the config's, or else that of each
             parameter.
 
     Attributes:
         module: the model; with the distributed optimizer its parameters are views of `buffers`.
-        config: the options.
         buffers: the flat tensors, one for each dtype of parameters.
         buckets: in the order in which they are reduced.
-        gather: what brings the values of parameters from their owners.
+        gather: gathers the values of parameters from their owners.
         shards: what this rank's optimizer steps; None without the distributed optimizer.
 
     Raises:
@@ -74,7 +69,12 @@ class BucketedDataParallel(nn.Module):
         config.check_not_handed_over()
         check_reduce_dtype(module, config.reduce_dtype)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        check_gradient_dtype(parameters, config)
+        for name, parameter in parameters.items():
+            if config.grad_reduce_in_fp32 and parameter.dtype == torch.float64:
+                raise ModelError(
+                    f"grad_reduce_in_fp32=true is coarser than the gradients of {name} ({parameter.dtype}). "
+                    f"Set grad_reduce_in_fp32=false."
+                )
         groups = make_groups(mesh, config.num_distributed_optimizer_instances)
         self.module = module
         self.config = config
@@ -98,28 +98,23 @@ class BucketedDataParallel(nn.Module):
         self._world = mesh.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, with whole parameters. Collective where they are still to be gathered."""
+        """Run the model with whole parameters. Collective where they are still to be gathered."""
         self._compute_delayed()
         self.gather.begin()
         result = self.module(*args, **kwargs)
         self.gather.after_forward()
         return result
 
-    # -- gradients
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of what runs here accumulate; a later microbatch is the last."""
+        """Accumulate the gradients of what runs inside; a later microbatch is the last."""
         self._compute_delayed()
         with self._sync.accumulating():
             yield
             self._compute_delayed()
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: what the buffers hold is void, and nothing has been counted.
-
-        A gradient that comes after `finish_grad_sync` begins one, too.
-        """
+        """Begin a step and discard what the buffers hold, as the first gradient after `finish_grad_sync` does, too."""
         if self.config.delay_wgrad_compute:
             self._delayed.collected = []
         self._sync.begin_step()
@@ -148,11 +143,12 @@ class BucketedDataParallel(nn.Module):
             findings.tell(self._world)
 
     def reduce_gradients(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> Findings | None:
-        """`finish_grad_sync` up to what ranks tell each other: what no rank has used has a gradient of zeros, and
-        nothing is raised for what `check_for_nan_in_grad` has found.
+        """Do what `finish_grad_sync` does before ranks exchange their findings.
+
+        Parameters that no rank has used have gradients of zeros, and `check_for_nan_in_grad` raises nothing yet.
 
         Returns:
-            What this rank has to tell; None where the step was finished before.
+            The findings of this rank; None where the step was finished before.
 
         Raises:
             StrategyError: as `finish_grad_sync`.
@@ -170,35 +166,15 @@ class BucketedDataParallel(nn.Module):
                 slot.parameter.grad = slot.gradient.to(slot.parameter.dtype)
         return self._sync.findings(lambda parameter: parameter)
 
-    def _compute_delayed(self) -> None:
-        """See [Note: delayed weights]."""
-        if self._delayed.collected:
-            collected, self._delayed.collected = self._delayed.collected, []
-            for work in collected:
-                work()
-
-    # -- parameters
-
     def shards_were_stepped(self) -> None:
-        """After the optimizer's step with the distributed optimizer: let every rank have the new values. Collective."""
+        """Give every rank the new values, after the distributed optimizer's step. Collective."""
         if self.shards is not None:
             self.shards.write()
             self.gather.parameters_changed()
 
-
-def check_gradient_dtype(parameters: Mapping[str, nn.Parameter], config: DistributedDataParallelConfig) -> None:
-    """Refuse sums that are coarser than what is summed: float32 ones of float64 gradients.
-
-    Args:
-        parameters: those that train, by name.
-        config: whether gradients are summed in float32.
-
-    Raises:
-        ModelError: on all ranks alike.
-    """
-    for name, parameter in parameters.items():
-        if config.grad_reduce_in_fp32 and parameter.dtype == torch.float64:
-            raise ModelError(
-                f"grad_reduce_in_fp32=true is coarser than the gradients of {name} ({parameter.dtype}). "
-                f"Set grad_reduce_in_fp32=false."
-            )
+    def _compute_delayed(self) -> None:
+        """Compute what [Note: delayed weights] describes."""
+        if self._delayed.collected:
+            collected, self._delayed.collected = self._delayed.collected, []
+            for work in collected:
+                work()

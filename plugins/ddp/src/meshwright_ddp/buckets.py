@@ -1,28 +1,233 @@
-"""Buckets of gradients: what one collective carries, and what has come of it in this step.
+"""Flat gradient buffers, and the buckets that one collective each carries.
 
-Where a bucket begins and ends is `bucket_ranges`' affair, how it travels `reduction`'s, and when it sets out
-`gradient_sync`'s.
+[Note: bucket] Parameters of one dtype lie in one buffer, in the reverse of their registration order, which is about the
+order in which backward yields their gradients. A bucket is a stretch of the buffer that holds whole parameters and ends
+with the one that brings it to `bucket_size`. With the distributed optimizer, rank r of W owns the r-th of W equal parts
+of every bucket, wherever parameters begin and end. Sizes are in elements.
 
-[Note: when a bucket is ready] The first step only counts how often each parameter gets a gradient in the last
-microbatch. From the second on, a bucket is dispatched when all its parameters have been counted as often, and at the
-end of the step otherwise. A parameter without a gradient in the first step may get one later, so its bucket waits for
-the end of each.
+[Note: when a bucket is ready] The first step only counts the gradients that each parameter gets in the last microbatch.
+From the second step on, a bucket is ready when all counts have reached those of the first step; otherwise it is reduced
+at the end of the step.
+
+Source: the semantics of Megatron-Core's buffers for parameters and gradients, as measured on its layouts.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from .buffers import Buffer
+from meshwright.base.errors import ModelError
+
 from .config import DistributedDataParallelConfig
 from .parameter_gather import BucketGather
-from .reduction import Groups, Reduction, Scaling
+from .reduction import Groups, Reduction
+
+PARAMETER_ALIGNMENT = 64
+BUCKET_ALIGNMENT = 128
+HIGH_BUSBW_ALIGNMENT = 2**16
+
+MIN_BUCKET_SIZE = 40_000_000
+BUCKET_SIZE_PER_RANK = 1_000_000
+
+
+# -- the layout, without tensors
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The layout of one buffer; see [Note: bucket].
+
+    Attributes:
+        buckets: (start, end) of each bucket, in the order of the buffer.
+        unpadded: elements of each bucket without its padding.
+        param_ranges: (start, end, bucket) of each parameter, in registration order.
+        dp_size: W, the ranks that share each bucket.
+    """
+
+    buckets: list[tuple[int, int]]
+    unpadded: list[int]
+    param_ranges: list[tuple[int, int, int]]
+    dp_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.buckets[-1][1] if self.buckets else 0
+
+    @property
+    def members(self) -> list[list[int]]:
+        """Indices of the parameters of each bucket, in registration order."""
+        members: list[list[int]] = [[] for _ in self.buckets]
+        for index, (_, _, bucket) in enumerate(self.param_ranges):
+            members[bucket].append(index)
+        return members
+
+    def part(self, bucket: int, rank: int) -> tuple[int, int]:
+        """Return (start, end) in the buffer of what a rank (0 to W - 1) owns of a bucket."""
+        start, end = self.buckets[bucket]
+        size = (end - start) // self.dp_size
+        return start + rank * size, start + (rank + 1) * size
+
+    def owned(self, index: int, rank: int) -> tuple[int, int]:
+        """Return (start, end) within flattened parameter `index` of what a rank owns of it; (0, 0) if nothing."""
+        start, end, bucket = self.param_ranges[index]
+        low, high = self.part(bucket, rank)
+        low, high = max(low, start), min(high, end)
+        return (low - start, high - start) if low < high else (0, 0)
+
+
+def bucket_layout(
+    numels: Sequence[int],
+    *,
+    bucket_size: int | None,
+    dp_size: int,
+    distributed_optimizer: bool,
+    shared_embeddings: Collection[int] = frozenset(),
+    pad_for_high_busbw: bool = False,
+) -> BucketLayout:
+    """Lay parameters out in one buffer.
+
+    Args:
+        numels: sizes of the parameters, in registration order.
+        bucket_size: a bucket ends with the parameter that brings it to this size; None: one bucket for all.
+        dp_size: W, the ranks that share each bucket.
+        distributed_optimizer: align parameters, and pad buckets so that W divides them.
+        shared_embeddings: indices of parameters that get a bucket each, with the distributed optimizer.
+        pad_for_high_busbw: also pad buckets to a multiple of 2^16.
+    """
+    layout = BucketLayout([], [], [(0, 0, 0)] * len(numels), dp_size)
+    if not distributed_optimizer:
+        shared_embeddings, start_multiple, end_multiple = (), 1, 1
+    else:
+        start_multiple = PARAMETER_ALIGNMENT
+        end_multiple = math.lcm(dp_size, BUCKET_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if pad_for_high_busbw else 1)
+    bucket_start = position = 0
+    is_empty = True
+
+    def close(end: int) -> int:
+        padded = _round_up(end, end_multiple)
+        layout.buckets.append((bucket_start, padded))
+        layout.unpadded.append(end - bucket_start)
+        return padded
+
+    for index in reversed(range(len(numels))):
+        start = _round_up(position, start_multiple)
+        if index in shared_embeddings and not is_empty:
+            start = bucket_start = close(start)
+        position = start + numels[index]
+        layout.param_ranges[index] = (start, position, len(layout.buckets))
+        is_full = bucket_size is not None and position - bucket_start >= bucket_size
+        is_empty = is_full or index in shared_embeddings
+        if is_empty:
+            position = bucket_start = close(position)
+    if not is_empty:
+        close(position)
+    return layout
+
+
+def default_bucket_size(dp_size: int) -> int:
+    """Return the bucket size where none is given: more ranks need larger messages."""
+    return max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dp_size)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# -- buffers
+
+
+@dataclass(eq=False)
+class Buffer:
+    """The flat tensors of the parameters of one dtype.
+
+    Attributes:
+        names, parameters: in registration order, as `layout` counts them.
+        gradients: (layout.numel,), in the dtype in which they are reduced; padding stays zero.
+        values: (layout.numel,), of which the parameters are views; None without the distributed optimizer.
+        first: each parameter's registration index in the whole model.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    layout: BucketLayout
+    gradients: Tensor
+    values: Tensor | None
+    first: list[int]
+
+    def gradient(self, index: int) -> Tensor:
+        """Return the gradient of parameter `index`: a view in its shape and the dtype of `gradients`."""
+        start, end, _ = self.layout.param_ranges[index]
+        return self.gradients[start:end].view(self.parameters[index].shape)
+
+
+def make_buffers(
+    parameters: Mapping[str, nn.Parameter],
+    config: DistributedDataParallelConfig,
+    groups: Groups,
+    gradient_dtype: torch.dtype | None = None,
+) -> list[Buffer]:
+    """Make a buffer for each dtype of the trainable `parameters`, given by name in registration order.
+
+    With the distributed optimizer the parameters move into their buffer, keeping identity and values.
+
+    Args:
+        gradient_dtype: dtype in which gradients are reduced; None: the config's, or else the parameters' own.
+
+    Raises:
+        ModelError: more buckets than elements; on all ranks alike, before a parameter moves.
+    """
+    if gradient_dtype is None and config.gradient_dtype is not None:
+        gradient_dtype = getattr(torch, config.gradient_dtype)
+    size = _bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.ranks)
+    by_dtype: dict[torch.dtype, list[tuple[int, str, nn.Parameter]]] = {}
+    for index, (name, parameter) in enumerate(parameters.items()):
+        by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
+    buffers = []
+    for dtype, members in by_dtype.items():
+        order, names, own = (list(column) for column in zip(*members, strict=True))
+        layout = bucket_layout(
+            [parameter.numel() for parameter in own],
+            bucket_size=size,
+            dp_size=groups.size,
+            distributed_optimizer=config.use_distributed_optimizer,
+            # Set by the code that ties parameters over pipeline stages.
+            shared_embeddings={i for i, parameter in enumerate(own) if getattr(parameter, "shared_embedding", False)},
+            pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+        )
+        gradients = torch.zeros(layout.numel, dtype=gradient_dtype or dtype, device=own[0].device)
+        values = _moved(own, layout) if config.use_distributed_optimizer else None
+        buffers.append(Buffer(names, own, layout, gradients, values, order))
+    return buffers
+
+
+def _bucket_size(config: DistributedDataParallelConfig, numel: int, ranks: int) -> int | None:
+    if not config.overlap_grad_reduce:
+        return None
+    if config.num_buckets is None:
+        return config.bucket_size or default_bucket_size(ranks)
+    if config.num_buckets > numel:
+        raise ModelError(f"num_buckets={config.num_buckets}, but the model trains {numel} elements. Use fewer.")
+    return numel // config.num_buckets
+
+
+def _moved(parameters: list[nn.Parameter], layout: BucketLayout) -> Tensor:
+    values = torch.zeros(layout.numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    for parameter, (start, end, _) in zip(parameters, layout.param_ranges, strict=True):
+        view = values[start:end].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+    return values
+
+
+# -- buckets
 
 
 @dataclass(eq=False)
@@ -30,7 +235,6 @@ class Slot:
     """Where the gradients of one parameter go.
 
     Attributes:
-        name, parameter: of the model.
         gradient: its place in the buffer, a view in the parameter's shape and the buffer's dtype.
         local: where microbatches add up: `gradient` itself, or a tensor of its shape in float32 at least.
     """
@@ -43,15 +247,14 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """See [Note: bucket] in `bucket_ranges`.
+    """A bucket and its state in the current step; see [Note: when a bucket is ready].
 
     Attributes:
         slots: in registration order.
-        reduction: its collective.
-        gather: brings the values of its parameters from their owners; None without the distributed optimizer.
-        counts: how often each parameter got a gradient in this step's last microbatch.
+        gather: gathers the values of its parameters; None without the distributed optimizer.
+        counts: gradients of each parameter in the last microbatch of this step.
         reference: the counts of the first step; None during it.
-        missing: how many parameters have counts that have not reached the reference.
+        missing: parameters whose counts have not reached the reference.
         is_dispatched: whether its collective has been issued in this step.
     """
 
@@ -71,33 +274,24 @@ class Bucket:
         self.missing = len(self.slots)
 
     def count(self, slot: Slot) -> None:
-        """Note that the last microbatch has given the parameter of a slot a gradient."""
+        """Count a gradient that the last microbatch has given to a slot's parameter."""
         self.counts[slot] += 1
         if self.reference is not None and self.counts[slot] == self.reference[slot]:
             self.missing -= 1
 
     def finish(self) -> None:
-        """End a step: wait for the collective, after which the buffer holds sums. The first step sets the reference."""
+        """End a step: wait for the collective, after which the buffer holds sums."""
         self.reduction.wait()
         if self.reference is None and self.counts:
             self.reference = Counter(self.counts)
 
     @property
     def is_ready(self) -> bool:
-        """See [Note: when a bucket is ready]."""
         return self.missing == 0
 
 
 def make_buckets(buffers: Sequence[Buffer], config: DistributedDataParallelConfig, groups: Groups) -> list[Bucket]:
-    """The buckets of all buffers, in the order in which backward is expected to complete them.
-
-    Args:
-        buffers: of `make_buffers`, one for each dtype.
-        config: how buckets travel, and which gradients add up in float32.
-        groups: over which ranks.
-    """
-    # [Note: the gradient rule] wants sums, so an average in the collective is made up for before.
-    scaling = Scaling(groups.ranks, average=True) if config.average_in_collective else Scaling()
+    """Make the buckets of all buffers, in the order in which backward is expected to complete them."""
     found: list[tuple[int, Bucket]] = []
     for buffer in buffers:
         slots = [_slot(buffer, index, config) for index in range(len(buffer.parameters))]
@@ -105,7 +299,7 @@ def make_buckets(buffers: Sequence[Buffer], config: DistributedDataParallelConfi
             reduction = Reduction(
                 buffer.gradients[start:end],
                 groups,
-                scaling,
+                average=config.average_in_collective,
                 scatter=config.use_distributed_optimizer,
                 wide=config.reduce_scatter_with_fp32_accumulation,
             )

@@ -18,7 +18,7 @@ AXES = frozenset({"dp_replicate"})
 """What the strategy shards."""
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
-# What each needs that this package does not have.
+# Options that are refused, and what they need.
 _MISSING = {
     "fp8_param_gather": "parameters in fp8, which Transformer Engine brings",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters in mxfp8, which Transformer Engine brings",
@@ -36,7 +36,7 @@ _MEGATRON_FSDP_ONLY = (
     "outer_dp_sharding_strategy",
 )
 
-# Each acts only with the options behind it.
+# Options that act only with others.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
     "align_param_gather": ("overlap_param_gather",),
@@ -47,7 +47,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "num_buckets": ("overlap_grad_reduce",),
 }
 
-# Pairs that exclude each other, and why.
+# Pairs that exclude each other, with the reason.
 _EXCLUDE = {
     ("bucket_size", "num_buckets"): "both say how large buckets are",
     ("reduce_scatter_with_fp32_accumulation", "num_distributed_optimizer_instances"): "instances sum their parts twice",
@@ -62,34 +62,6 @@ _EXCLUDE = {
 class DistributedDataParallelConfig(StrategyConfig):
     """Options of the bucketed engine: fields, order and defaults are those of Megatron-Core's class of this name."""
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "grad_reduce_in_fp32",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "align_param_gather",
-        "use_distributed_optimizer",
-        "num_distributed_optimizer_instances",
-        "check_for_nan_in_grad",
-        "check_for_large_grads",
-        "bucket_size",
-        "pad_buckets_for_high_nccl_busbw",
-        "reduce_scatter_with_fp32_accumulation",
-        "average_in_collective",
-        "fp8_param_gather",
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "use_megatron_fsdp",
-        "use_custom_fsdp",
-        "data_parallel_sharding_strategy",
-        "gradient_reduce_div_fusion",
-        "suggested_communication_unit_size",
-        "preserve_fp32_weights",
-        "keep_fp8_transpose_cache",
-        "nccl_ub",
-        "fsdp_double_buffer",
-        "outer_dp_sharding_strategy",
-        "disable_symmetric_registration",
-        "delay_wgrad_compute",
-    )
     grad_reduce_in_fp32: bool = Field(default=False, description="Accumulate and reduce gradients in float32.")
     overlap_grad_reduce: bool = Field(
         default=False, description="Reduce a bucket of gradients as soon as backward has yielded them."
@@ -184,11 +156,7 @@ class DistributedDataParallelConfig(StrategyConfig):
         return "float32" if self.grad_reduce_in_fp32 else self.reduce_dtype
 
     def check_not_handed_over(self) -> None:
-        """Refuse `use_megatron_fsdp` where no other strategy can take over.
-
-        Raises:
-            StrategyError: on all ranks alike.
-        """
+        """Raise StrategyError for `use_megatron_fsdp` where no other strategy can take over."""
         if self.hands_over:
             raise StrategyError(
                 "use_megatron_fsdp=true hands over to the strategy megatron_fsdp, which another manager runs. Build it "
@@ -203,16 +171,11 @@ class DistributedDataParallelConfig(StrategyConfig):
         return [name for name, info in fields if getattr(self, name) != info.get_default(call_default_factory=True)]
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        self.check_combinations()
+    def _check(self) -> Self:
+        self._check_combinations()
         return self
 
-    def check_combinations(self) -> None:
-        """Refuse options that do not go together.
-
-        Raises:
-            ValueError: names them; pydantic makes a finding of it.
-        """
+    def _check_combinations(self) -> None:
         if self.use_custom_fsdp:
             warn_deprecated("use_custom_fsdp", since="0.1.0", removed_in="1.0.0", instead="Set use_megatron_fsdp=true.")
         changed = self.changed
@@ -243,6 +206,9 @@ class DistributedDataParallelConfig(StrategyConfig):
 _BUCKETED_ONLY = tuple(
     name for name in DistributedDataParallelConfig.model_fields if name not in StrategyConfig.model_fields
 )
+_LATER = ("num_buckets", "param_name_patterns_for_fp32_local_accumulation")
+"""Options of later versions of Megatron-Core, by name only."""
+DistributedDataParallelConfig.positional = tuple(name for name in _BUCKETED_ONLY if name not in _LATER)
 
 
 class DDPConfig(DistributedDataParallelConfig):
@@ -310,15 +276,10 @@ class DDPConfig(DistributedDataParallelConfig):
             return {**values.to_dict(), "engine": "bucketed"}
         return values
 
-    def check_combinations(self) -> None:
-        """Refuse options that do not go together, those of the other engine first.
-
-        Raises:
-            ValueError: names them; pydantic makes a finding of it.
-        """
-        # Before anything else is judged: what an option needs is of no interest where its engine is not used.
+    def _check_combinations(self) -> None:
+        # First: what an option needs is of no interest where its engine is not used.
         self._check_engine()
-        super().check_combinations()
+        super()._check_combinations()
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ValueError(
                 f"comm_hook={self.comm_hook} rounds what reduce_dtype={self.reduce_dtype} would sum exactly. "
@@ -329,9 +290,7 @@ class DDPConfig(DistributedDataParallelConfig):
 
     def _check_engine(self) -> None:
         foreign, home = (_TORCH_ONLY, "torch") if self.engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
-        if self.hands_over:
-            return
-        for name in self.changed:
+        for name in self.changed if not self.hands_over else ():
             if name in foreign:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is an option of the {home} engine, but engine={self.engine}. "

@@ -1,7 +1,4 @@
-"""When a step's buckets are reduced, and what becomes of the gradients that are missing or wrong.
-
-The bookkeeping of one step after the other. It knows no model and no forward (see `bucketed`), nor how a bucket travels
-(see `reduction`).
+"""Reduce buckets as backward yields their gradients, and report gradients that are missing or wrong.
 
 [Note: order of reductions] Ranks may use different parameters (experts chosen by the data), but must issue the same
 collectives in the same order; so a bucket waits for those before it, as in torch's DDP.
@@ -10,28 +7,111 @@ Source: the semantics of Megatron-Core's DistributedDataParallel; Li et al. 2020
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from meshwright.base.errors import MeshwrightError, StrategyError
+from meshwright.base.errors import MeshwrightError, NotFiniteError, StrategyError, TrainingError
+from meshwright.files.terminal import warn
 from meshwright.manager.ending import Findings
 from meshwright.mesh.world import World
 
 from .buckets import Bucket, Slot
 from .config import DistributedDataParallelConfig
-from .gradient_checks import GradientChecks
+
+LEARNED = 100
+"""Number of first norms that set the largest one to be expected."""
+LARGE = 10.0
+"""A norm is large from so many times the largest expected one."""
+
+
+class GradientChecks:
+    """Checks of each bucket's gradients on this rank, before they are reduced.
+
+    Norms stay on their device until the host reads the step's findings, so nothing waits in backward, and all ranks
+    stop together.
+
+    Args:
+        nonfinite: a NaN or Inf is an error.
+        large: warn of 2-norms of at least `LARGE` times the largest of the first `LEARNED` (of all buckets together).
+    """
+
+    def __init__(self, *, nonfinite: bool, large: bool) -> None:
+        self._nonfinite = nonfinite
+        self._large = large
+        self._seen: list[tuple[int, Sequence[str], Tensor]] = []
+        self._learned = 0
+        self._largest = 0.0
+
+    def look(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Record the 2-norms of a bucket's gradients, which are neither scaled nor reduced yet."""
+        if self._nonfinite or self._large:
+            self._seen.append((bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
+
+    def forget(self) -> None:
+        """Drop what has been recorded of a step that was left."""
+        self._seen = []
+
+    def norms(self) -> Tensor | None:
+        """Return all norms recorded since the last verdict, 1-D on their device; None if there are none."""
+        return torch.cat([norms for _, _, norms in self._seen]) if self._seen else None
+
+    def is_wrong(self) -> Tensor | bool | None:
+        """Return whether `verdict` will find an error, on the gradients' device; None: it never does."""
+        norms = self.norms()
+        if not self._nonfinite:
+            return None
+        return False if norms is None else ~norms.isfinite().all()
+
+    def verdict(self, norms: Sequence[float]) -> TrainingError | None:
+        """Return what is wrong with the recorded buckets, given `norms` on the host. Warns of large norms."""
+        seen, self._seen = self._seen, []
+        start = 0
+        for bucket, names, tensor in seen:
+            mine = norms[start : start + tensor.numel()]
+            start += len(mine)
+            if not all(map(math.isfinite, mine)):
+                if self._nonfinite:
+                    return _nonfinite(bucket, names, mine)
+            elif self._large:
+                self._judge(math.hypot(*mine), bucket, names)
+        return None
+
+    def _judge(self, norm: float, bucket: int, names: Sequence[str]) -> None:
+        if self._learned < LEARNED:
+            self._learned += 1
+            self._largest = max(self._largest, norm)
+        elif norm >= LARGE * self._largest:
+            warn(
+                f"check_for_large_grads: the gradients of bucket {bucket} ({names[-1]} to {names[0]}) have norm "
+                f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE:g} times the largest "
+                f"of the first {LEARNED} norms ({self._largest:.3g}).",
+                stacklevel=2,
+            )
+
+
+def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> NotFiniteError:
+    culprits = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
+    kind = "NaN" if any(map(math.isnan, norms)) else "Inf"
+    told = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
+    return NotFiniteError(
+        f"the gradient norm of bucket {bucket} is {kind} before the data-parallel collective "
+        f"(check_for_nan_in_grad), from {told}. Lower the learning rate, clip "
+        f"gradients, or look at the data of this step; nothing was stepped."
+    )
 
 
 class GradientSync:
-    """Takes gradients as backward yields them, and reduces them over ranks.
+    """Takes gradients from `.grad` by hooks on the parameters, and reduces them over ranks.
 
     Args:
-        buckets: of `make_buckets`. Their parameters get hooks, which take what is in `.grad`.
-        config: when buckets are reduced, and what of them is checked.
-        world: the ranks that must agree, those of other stages left out.
+        buckets: of `make_buckets`.
+        config: when buckets are reduced, and which checks run.
+        world: the ranks that must agree, without those of other stages.
 
     Attributes:
         is_finished: whether `finish` has been called since the last gradient.
@@ -51,10 +131,7 @@ class GradientSync:
                 slot.parameter.register_post_accumulate_grad_hook(_hook(self, bucket, slot))
 
     def begin_step(self) -> None:
-        """What the buffers hold is void, and nothing has been counted.
-
-        A gradient that comes after `finish` begins a step, too.
-        """
+        """Discard what the buffers hold and count anew. A gradient that comes after `finish` does so, too."""
         self._added: set[Slot] = set()
         self._checks.forget()
         self._next = 0
@@ -65,7 +142,7 @@ class GradientSync:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Gradients of what runs here add up; a later microbatch is the last."""
+        """Add up the gradients of what runs inside; a later microbatch is the last."""
         self._is_last = False
         try:
             yield
@@ -73,12 +150,7 @@ class GradientSync:
             self._is_last = True
 
     def take_gradient(self, bucket: Bucket, slot: Slot) -> None:
-        """Add what backward has left in a parameter's `.grad`; dispatch buckets that are ready with it.
-
-        Args:
-            bucket: the one that holds the parameter.
-            slot: the parameter's place in it. Its `.grad`, in the parameter's shape and dtype, is None afterwards.
-        """
+        """Move a parameter's `.grad` into its buffer; dispatch buckets that are ready with it."""
         parameter = slot.parameter
         gradient = parameter.grad
         if gradient is None:
@@ -104,13 +176,13 @@ class GradientSync:
             self._dispatch()
 
     def start(self) -> None:
-        """Issue the reductions of all buckets that are left, whether ready or not. Collective."""
+        """Issue the reductions of all remaining buckets, whether ready or not. Collective."""
         if not self.is_finished:
             while self._next < len(self._buckets):
                 self._dispatch()
 
     def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> None:
-        """Reduce what has not been reduced; the buffers hold zeros for what no rank has used. Collective.
+        """Reduce all remaining buckets; they hold zeros for parameters that no rank has used. Collective.
 
         Args:
             force_all_reduce: reduce whole buckets to every rank also with the distributed optimizer.
@@ -131,10 +203,10 @@ class GradientSync:
         self.is_finished = True
 
     def findings(self, trained: Callable[[nn.Parameter], nn.Parameter]) -> Findings:
-        """What this rank has seen in the gradients of the step that `finish` has ended.
+        """Return what this rank has seen in the step that `finish` has ended.
 
         Args:
-            trained: what the optimizer trains of a parameter.
+            trained: maps a parameter to what the optimizer trains of it.
         """
         defect, is_wrong = self._defect, self._checks.is_wrong()
         if self._overlap:
@@ -149,7 +221,6 @@ class GradientSync:
         )
 
     def _dispatch(self, *, force_all_reduce: bool = False) -> None:
-        """Issue the next bucket's collective; see [Note: order of reductions]."""
         bucket = self._buckets[self._next]
         if self._one_at_a_time and self._next:
             # One bucket's pieces are held at a time.
@@ -177,15 +248,11 @@ class GradientSync:
 
 
 def _hook(sync: GradientSync, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
-    """What a parameter calls when it has got a gradient.
-
-    It holds nothing alive: Python's garbage collector cannot see through a parameter's hooks, and buckets hold process
-    groups.
-    """
-    sync_reference, bucket_reference, slot_reference = weakref.ref(sync), weakref.ref(bucket), weakref.ref(slot)
+    # Weak, since Python's garbage collector cannot see through a parameter's hooks, and buckets hold process groups.
+    references = weakref.ref(sync), weakref.ref(bucket), weakref.ref(slot)
 
     def on_gradient(parameter: nn.Parameter) -> None:
-        sync, bucket, slot = sync_reference(), bucket_reference(), slot_reference()
+        sync, bucket, slot = references[0](), references[1](), references[2]()
         if sync is not None and bucket is not None and slot is not None:
             sync.take_gradient(bucket, slot)
 

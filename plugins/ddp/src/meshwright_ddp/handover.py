@@ -1,7 +1,4 @@
-"""Hand the work over to the strategy `megatron_fsdp`, which is a package of its own.
-
-It is found through the registry, so that neither package imports the other.
-"""
+"""Hand over to the strategy `megatron_fsdp`, which is found through the registry: neither package imports the other."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from .config import DDPConfig
 
 TARGET = "megatron_fsdp"
 
-# The values of data_parallel_sharding_strategy are its stages.
+# The values of data_parallel_sharding_strategy are its ZeRO stages.
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _INSTANCES = "num_distributed_optimizer_instances"
-# Of these, all but the engine are heeded here.
+# Options that are dealt with here.
 _OWN = (
     "use_megatron_fsdp",
     "use_custom_fsdp",
@@ -35,16 +32,10 @@ _OWN = (
 
 
 def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
-    """The manager of `megatron_fsdp` with all options, over the same ranks.
+    """Build the manager of `megatron_fsdp` with all options, over the same ranks.
 
-    Each is handed over as it stands, also where it has our default, which need not be theirs. Where a stage cannot but
-    overlap, it does so whatever the option says, as in Megatron-Core.
-
-    Instances of the distributed optimizer are its ranks along dp_replicate: each shards over the ranks of its own.
-
-    Args:
-        config: with `use_megatron_fsdp`.
-        mesh: whose data-parallel ranks are shared out anew.
+    Each option keeps its value, also where it is our default, which need not be theirs. Overlap is on where a stage
+    cannot do without it, as in Megatron-Core. Instances of the distributed optimizer become ranks along dp_replicate.
 
     Raises:
         StrategyError: it is not installed, or does not know an option that was set (on all ranks alike).
@@ -63,19 +54,21 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
             f"{TARGET}, to which use_megatron_fsdp hands over, cannot train one stage of a pipeline. Set pp_size=1."
         )
     options = _options(config, spec.config_cls)
-    instances = config.num_distributed_optimizer_instances
-    _check_instances(config, mesh.degrees.dp)
-    degrees = MeshSizes(dp_size=mesh.degrees.dp, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)
-    theirs_config = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
-    return spec.build(theirs_config, Mesh(degrees, mesh.world))
+    ranks, instances = mesh.degrees.dp, config.num_distributed_optimizer_instances
+    if ranks % instances:
+        raise MeshError(f"{_INSTANCES}={instances} does not divide the {ranks} data-parallel ranks. Use a divisor.")
+    if instances == 1 and config.outer_dp_sharding_strategy != "no_shard":
+        raise StrategyError(
+            f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy} shards over instances of the distributed "
+            f"optimizer, of which there is one. Set {_INSTANCES} to a divisor of the {ranks} data-parallel ranks, or "
+            f"leave outer_dp_sharding_strategy out."
+        )
+    degrees = MeshSizes(dp_size=ranks, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)
+    theirs = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
+    return spec.build(theirs, Mesh(degrees, mesh.world))
 
 
 def _options(config: DDPConfig, theirs: type[BaseModel]) -> dict[str, Any]:
-    """Values of the other strategy's options.
-
-    Raises:
-        StrategyError: it does not know an option that differs from its default.
-    """
     stage = _STAGES[config.data_parallel_sharding_strategy]
     if config.use_distributed_optimizer and stage == 0:
         raise StrategyError(
@@ -90,20 +83,9 @@ def _options(config: DDPConfig, theirs: type[BaseModel]) -> dict[str, Any]:
             )
     options = {name: value for name, value in config.to_dict().items() if name in theirs.model_fields}
     options.pop("data_parallel_sharding_strategy", None)
-    overlaps = {
+    return {
+        **options,
         "overlap_grad_reduce": config.overlap_grad_reduce or stage > 1,
         "overlap_param_gather": config.overlap_param_gather or stage in (0, 3),
+        "zero_dp_strategy": stage,
     }
-    return {**options, **overlaps, "zero_dp_strategy": stage}
-
-
-def _check_instances(config: DDPConfig, ranks: int) -> None:
-    instances, outer = config.num_distributed_optimizer_instances, config.outer_dp_sharding_strategy
-    if ranks % instances:
-        raise MeshError(f"{_INSTANCES}={instances} does not divide the {ranks} data-parallel ranks. Use a divisor.")
-    if instances == 1 and outer != "no_shard":
-        raise StrategyError(
-            f"outer_dp_sharding_strategy={outer} shards over instances of the distributed optimizer, of which there is "
-            f"one. Set {_INSTANCES} to a divisor of the {ranks} data-parallel ranks, or leave "
-            f"outer_dp_sharding_strategy out."
-        )

@@ -1,9 +1,7 @@
-"""Communication hooks that sum gradients, where DDP's own reduction and torch's hooks average.
+"""Communication hooks of torch's engine that sum gradients, where DDP's own reduction and torch's hooks average.
 
-They are for torch's engine alone: the bucketed one sums by itself (see `reduction`). A hook gets one bucket, 1-D, and
-gives a future of the sum over ranks, in the bucket's shape and dtype.
-Source: torch.distributed.GradBucket, DistributedDataParallel.register_comm_hook and torch's hooks; Vogels et al. 2019,
-arXiv:1905.13727, for PowerSGD.
+A hook takes one bucket, 1-D, and returns a future of the sum over ranks, in the bucket's shape and dtype.
+Source: DistributedDataParallel.register_comm_hook; Vogels et al. 2019, arXiv:1905.13727, for PowerSGD.
 """
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with its own classes.
@@ -23,80 +21,66 @@ Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def sum_hook(group: dist.ProcessGroup) -> Hook:
-    """All-reduce each bucket by SUM, in its own dtype, over the ranks of `group`."""
+    """Return a hook that all-reduces each bucket by SUM, in its own dtype."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-        return future.then(lambda done: _after(done, buffer))
+        return _summed(buffer, buffer, group)
 
     return hook
 
 
-def _after(done: torch.futures.Future[list[Tensor]], reduced: Tensor) -> Tensor:
-    """What was reduced in place, if nothing has failed."""
-    done.value()
-    return reduced
-
-
 def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
-    """Add the waiting sums of earlier microbatches to each bucket, all-reduce it in their dtype and round once.
-
-    Args:
-        group: the ranks to sum over.
-        sums: of earlier microbatches, by parameter.
-    """
+    """Return a hook that adds the waiting sums of earlier microbatches, sums in their dtype and rounds once."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         wide = buffer.to(sums.dtype)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = gradient.storage_offset() - buffer.storage_offset()
-            part = wide.as_strided(gradient.size(), gradient.stride(), start)
-            sums.add_waiting(parameter, part)
-        future = dist.all_reduce(wide, group=group, async_op=True).get_future()
-        return future.then(lambda done: buffer.copy_(_after(done, wide)))
+            sums.add_waiting(parameter, wide.as_strided(gradient.size(), gradient.stride(), start))
+        return _summed(wide, buffer, group)
 
     return hook
 
 
 def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, Hook]:
-    """A hook that loses precision, and its state, for `register_comm_hook`.
+    """Return the state and the hook of one of `config.COMM_HOOKS`, which lose precision.
 
     Args:
-        name: one of `config.COMM_HOOKS`.
         options: arguments of torch's PowerSGDState, for power_sgd.
-        group: the ranks to sum over.
 
     Raises:
         ConfigError: PowerSGDState refuses its options (on all ranks alike).
     """
-    if name == "fp16_compress":
-        return None, _rounding_hook(group, torch.float16)
-    if name == "bf16_compress":
-        return None, _rounding_hook(group, torch.bfloat16)
+    if name != "power_sgd":
+        dtype = torch.float16 if name == "fp16_compress" else torch.bfloat16
+
+        def rounding(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            return _summed(bucket.buffer().to(dtype), bucket.buffer(), group)
+
+        return None, rounding
     check_arguments(powerSGD_hook.PowerSGDState, options, where="comm_hook_options")
     try:
-        state = powerSGD_hook.PowerSGDState(process_group=group, **options)
+        powers = powerSGD_hook.PowerSGDState(process_group=group, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"comm_hook_options {dict(options)} are refused by PowerSGDState: {error}") from None
-    return state, _summing(powerSGD_hook.powerSGD_hook, dist.get_world_size(group))
+    ranks = dist.get_world_size(group)
+
+    def summing(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        # torch's own hook averages.
+        return powerSGD_hook.powerSGD_hook(state, bucket).then(lambda done: done.value().mul_(ranks))
+
+    return powers, summing
 
 
-def _rounding_hook(group: dist.ProcessGroup, dtype: torch.dtype) -> Hook:
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        rounded = buffer.to(dtype)
-        future = dist.all_reduce(rounded, group=group, async_op=True).get_future()
-        return future.then(lambda done: buffer.copy_(_after(done, rounded)))
+def _summed(values: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    """All-reduce `values`, which may be the bucket's buffer itself, into the buffer."""
+    future = dist.all_reduce(values, group=group, async_op=True).get_future()
 
-    return hook
+    def ended(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        # Raises where the collective has failed.
+        done.value()
+        return buffer if values is buffer else buffer.copy_(values)
 
-
-def _summing(averaging: Hook, ranks: int) -> Hook:
-    """What torch's own hook averages, as a sum."""
-
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        return averaging(state, bucket).then(lambda done: done.value().mul_(ranks))
-
-    return hook
+    return future.then(ended)

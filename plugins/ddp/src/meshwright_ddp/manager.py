@@ -1,8 +1,4 @@
-"""Replicate the model and sum gradients, with the engine that the configuration names.
-
-What is common to both engines, and the state that a checkpoint holds. When and how gradients are summed is the engine's
-affair: `bucketed`, `torch_engine`, or `stage_engine`.
-"""
+"""The manager of `ddp`: replicate the model and sum gradients, with the engine that the configuration names."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
 from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
-from .optimizer import Shards
-from .shard_gradients import ShardGradients
+from .optimizer import ShardGradients, Shards
 from .stage_engine import StageEngine
 from .torch_engine import TorchEngine
 
@@ -40,7 +35,7 @@ class DDPManager(DataParallelManager):
     whole parameters.
 
     Args:
-        config: options, or a mapping of them; those of the reference's class alone are of the bucketed engine.
+        config: options, or a mapping of them; the reference's class alone means the bucketed engine.
         device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
 
     Raises:
@@ -64,7 +59,6 @@ class DDPManager(DataParallelManager):
 
     @property
     def _shards(self) -> Shards | None:
-        """What the distributed optimizer steps here; None without it."""
         return self._bucketed.shards if self._bucketed is not None else None
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -75,7 +69,7 @@ class DDPManager(DataParallelManager):
             return model
         if self.config.engine == "torch":
             self._torch = TorchEngine(model, self.config, self.mesh)
-            # Buckets are laid out anew behind the first step, which the second tells all ranks.
+            # torch lays buckets out anew after the first step, and broadcasts the layout in the second.
             self.settles_after = 2
             return self._torch.module
         self._bucketed = BucketedDataParallel(model, self.config, self.mesh)
@@ -119,7 +113,7 @@ class DDPManager(DataParallelManager):
         return self._bucketed.reduce_gradients(allow_unused=True) if self._bucketed is not None else None
 
     def trainable(self) -> Iterator[nn.Parameter]:
-        """With the distributed optimizer this rank's shards, 1-D and possibly empty, instead of parameters."""
+        """Yield parameters, or with the distributed optimizer this rank's shards, 1-D and possibly empty."""
         if self._shards is None:
             return super().trainable()
         return (shard.tensor for shard in self._shards)
@@ -131,7 +125,7 @@ class DDPManager(DataParallelManager):
     # -- the distributed optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """With the distributed optimizer over this rank's shards, in float32 where parameters are of half types."""
+        """Build the optimizer; with the distributed one over shards, in float32 where parameters are of half types."""
         self._require_model()
         shards, engine = self._shards, self._bucketed
         if shards is None or engine is None:
@@ -161,7 +155,7 @@ class DDPManager(DataParallelManager):
         super().load_state_dict(state, full=full)
 
     def optimizer_state(self, *, full: bool) -> dict[str, Any]:
-        """With "masters" beside the rest, where parameters are of half types: their float32 values, by name."""
+        """Return the state; "masters" holds the float32 values of parameters of half types, by name."""
         state = super().optimizer_state(full=full)
         masters = self._shards.masters(full=full) if self._shards is not None else {}
         if state and masters:
@@ -195,11 +189,11 @@ class DDPManager(DataParallelManager):
             self._bucketed.shards_were_stepped()
 
     def _take_masters(self, state: ShardedState) -> None:
-        """Where a parameter has float32 values beside it, they are the state."""
+        """Put masters in the place of the parameters that are rounded from them."""
         if self._shards is not None and self.has_optimizer:
             state.model.update(self._shards.sharded_masters())
 
     def _gather(self) -> None:
-        """Parameters whose gather is still to come are whole afterwards. Collective."""
+        """Gather parameters whose gather is still to come. Collective."""
         if self._bucketed is not None:
             self._bucketed.gather.gather_all()

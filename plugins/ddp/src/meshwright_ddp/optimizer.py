@@ -1,7 +1,5 @@
 """The distributed optimizer: each rank steps what it owns of every parameter.
 
-It is no optimizer of its own, and gathers nothing (see `parameter_gather`).
-
 The optimizer is the user's own, over shards instead of parameters: a shard is the stretch of a parameter that this rank
 owns, 1-D and possibly empty, under the parameter's name. Parameters of a half type have float32 shards, from which they
 are rounded after each step; others have views of themselves. So optimizers that treat every element alike (Adam, AdamW,
@@ -19,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.base.errors import StrategyError
+from meshwright.manager.gradients import Gradients
+from meshwright.mesh.mesh import Mesh
 from meshwright.tensors.copies import copy_all
+from meshwright.tensors.norms import Groups as NormGroups
 from meshwright.tensors.pieces import Piece, Sharded, stretch_pieces
 from meshwright.tensors.state import Parts
 
-from .buffers import Buffer
+from .buckets import Buffer
 from .reduction import Groups
 
 HALF = (torch.float16, torch.bfloat16)
@@ -34,7 +35,6 @@ class Shard:
     """What this rank owns of one parameter.
 
     Attributes:
-        name, parameter: of the model.
         start, end: the owned stretch of the flattened parameter [elements].
         tensor: what the optimizer trains, (end - start,): float32 for parameters of half types, else a view of the
             parameter in its dtype.
@@ -55,7 +55,7 @@ class Shard:
 
     @property
     def is_master(self) -> bool:
-        """Whether `tensor` holds values in float32 beside those of the parameter."""
+        """Whether `tensor` is a float32 copy of the parameter's values."""
         return self.tensor.dtype != self.parameter.dtype
 
     def take_gradient(self) -> None:
@@ -66,15 +66,15 @@ class Shard:
 class Shards(Parts):
     """This rank's shards of all trainable parameters, in registration order.
 
-    As `Parts`, it describes state of optimizers, too: what has the shape of a shard is divided as the shard is, and
-    all else (counters of steps) is the same on all ranks.
+    As `Parts` it describes optimizer state, too: what has the shape of a shard is divided like the shard; the rest
+    (counters of steps) is the same on all ranks.
 
     Args:
         buffers: of `make_buffers`, with values.
         groups: the ranks among which parameters are divided.
 
     Attributes:
-        group: of the ranks that own a parameter together.
+        group: the ranks that own a parameter together.
     """
 
     def __init__(self, buffers: Sequence[Buffer], groups: Groups) -> None:
@@ -83,44 +83,35 @@ class Shards(Parts):
             order: _shard(buffer, index, groups.rank) for buffer in buffers for index, order in enumerate(buffer.first)
         }
         self._shards = [placed[order] for order in sorted(placed)]
+        self._masters = [shard for shard in self._shards if shard.is_master]
         self._of = {shard.tensor: shard for shard in self._shards}
         self._tensors = {shard.parameter: shard.tensor for shard in self._shards}
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)
 
-    # -- training
-
-    def read(self) -> None:
-        """Take the values of the parameters."""
-        masters = self._masters
-        copy_all([shard.tensor.detach() for shard in masters], [shard.values for shard in masters])
-
-    def write(self) -> None:
-        """Round what was stepped into the owned stretches of the parameters."""
-        masters = self._masters
-        copy_all([shard.values for shard in masters], [shard.tensor.detach() for shard in masters])
-
-    @property
-    def _masters(self) -> list[Shard]:
-        return [shard for shard in self._shards if shard.is_master]
+    def __getitem__(self, trained: nn.Parameter) -> Shard:
+        """Return the shard whose tensor is `trained`."""
+        return self._of[trained]
 
     def tensor_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What is trained of a parameter of the model."""
+        """Return what is trained of a parameter of the model."""
         return self._tensors[parameter]
 
-    def __getitem__(self, trained: nn.Parameter) -> Shard:
-        """The shard whose tensor is trained."""
-        return self._of[trained]
+    def read(self) -> None:
+        """Copy the parameters' values into the shards."""
+        copy_all([shard.tensor.detach() for shard in self._masters], [shard.values for shard in self._masters])
+
+    def write(self) -> None:
+        """Round the shards' values into the owned stretches of the parameters."""
+        copy_all([shard.values for shard in self._masters], [shard.tensor.detach() for shard in self._masters])
 
     # -- state, see `Parts`
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """What has the shape of a shard, as a tensor in the parameter's shape and `value`'s dtype; all else as it is.
-        Collective over the sharding group.
-        """
-        shard = self._of.get(parameter)
-        if shard is None or value.shape != shard.tensor.shape:
+        """Gather what has the shape of a shard into the parameter's shape, in `value`'s dtype. Collective."""
+        shard = self._divided(value, parameter)
+        if shard is None:
             return value
         flat = torch.zeros(shard.parameter.numel(), dtype=value.dtype, device=shard.parameter.device)
         flat[shard.start : shard.end] = value
@@ -129,7 +120,7 @@ class Shards(Parts):
         return flat.view(shard.parameter.shape)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """The shard's stretch of what has the parameter's shape, 1-D, a copy; all else as it is. No communication.
+        """Copy the shard's stretch of what has the parameter's shape, 1-D. No communication.
 
         Raises:
             StrategyError: the parameter has no dims, so that state of it looks like a counter of steps.
@@ -145,38 +136,40 @@ class Shards(Parts):
         return whole.reshape(-1)[shard.start : shard.end].clone()
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
-        """Rectangles of the parameter's shape, at most 2 x dims - 1 of them, as views."""
-        shard = self._of.get(parameter)
-        if shard is None or value.shape != shard.tensor.shape:
+        """Return rectangles of the parameter's shape, at most 2 x dims - 1 of them, as views."""
+        shard = self._divided(value, parameter)
+        if shard is None:
             return super().pieces(value, parameter)
         return stretch_pieces(value, shard.start, shard.parameter.shape)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        """The parameter's, for what has the shape of its shard."""
+        shard = self._divided(value, parameter)
+        return value.shape if shard is None else shard.parameter.shape
+
+    def _divided(self, value: Tensor, parameter: Tensor) -> Shard | None:
         shard = self._of.get(parameter)
-        is_divided = shard is not None and value.shape == shard.tensor.shape
-        return shard.parameter.shape if shard is not None and is_divided else value.shape
+        return shard if shard is not None and value.shape == shard.tensor.shape else None
+
+    # -- masters: float32 values of parameters of half types
 
     def sharded_masters(self) -> dict[str, Sharded]:
-        """What this rank has of the float32 values of parameters of half types, by name."""
+        """Return this rank's pieces of the masters, by name."""
         return {
             shard.name: Sharded(
                 shard.parameter.shape, shard.tensor.dtype, tuple(self.pieces(shard.tensor, shard.tensor))
             )
-            for shard in self._shards
-            if shard.is_master
+            for shard in self._masters
         }
 
     def masters(self, *, full: bool) -> dict[str, Tensor]:
-        """The float32 values of parameters of half types, by name; whole, on the CPU, and collective if `full`."""
+        """Return copies of the masters, by name; whole, on the CPU, and collective if `full`."""
         return {
             shard.name: self.whole(shard.tensor.detach(), shard.tensor).cpu() if full else shard.tensor.detach().clone()
-            for shard in self._shards
-            if shard.is_master
+            for shard in self._masters
         }
 
     def load_masters(self, values: Mapping[str, Tensor], *, full: bool, group: dist.ProcessGroup | None) -> None:
-        """The reverse of `masters`; parameters without a value take that of the model. Collective if `full`.
+        """Load what `masters` returns; parameters without a value take that of the model. Collective if `full`.
 
         Args:
             values: float32, by name: whole ones on the first rank, in the parameters' shapes, if `full`; else 1-D
@@ -187,8 +180,8 @@ class Shards(Parts):
         names = [list(values)]
         if full:
             dist.broadcast_object_list(names, group=group, group_src=0)
-        for shard in self._shards:
-            if not shard.is_master or shard.name not in names[0]:
+        for shard in self._masters:
+            if shard.name not in names[0]:
                 continue
             value = values.get(shard.name)
             if full:
@@ -209,3 +202,32 @@ def _shard(buffer: Buffer, index: int, rank: int) -> Shard:
         values = values.float()
     gradient = buffer.gradient(index).view(-1)[start:end]
     return Shard(buffer.names[index], parameter, start, end, nn.Parameter(values), gradient)
+
+
+class ShardGradients(Gradients):
+    """The gradients of shards, whose norm is that of the whole gradients; see `Gradients`."""
+
+    def __init__(self, shards: Shards, mesh: Mesh, *, wide: bool) -> None:
+        super().__init__(lambda: (shard.tensor for shard in shards), shards, mesh, wide=wide)
+        self._shards = shards
+
+    def groups_of(self, parameter: nn.Parameter) -> NormGroups:
+        return (self._shards.group,)
+
+    # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
+
+    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._shards.tensor_of(parameter)
+
+    def copy_of(self, trained: nn.Parameter) -> Tensor:
+        """Return a shard's gradient at its place in the flattened parameter, and zeros elsewhere."""
+        shard = self._shards[trained]
+        flat = torch.zeros(shard.parameter.numel(), dtype=trained.dtype, device=trained.device)
+        if trained.grad is not None:
+            flat[shard.start : shard.end] = trained.grad
+        return flat
+
+    def take_sum(self, trained: nn.Parameter, total: Tensor) -> None:
+        shard = self._shards[trained]
+        dist.all_reduce(total, group=self._shards.group)
+        trained.grad = total[shard.start : shard.end].clone()

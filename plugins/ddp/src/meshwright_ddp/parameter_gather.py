@@ -1,14 +1,11 @@
 """Gather updated parameters from their owners, before the forward of the modules that use them.
 
-[Note: order of gathers] Forward uses buckets in about the reverse of their order in the buffer. Ranks may call modules
-in different orders (experts chosen by the data), but must issue the same collectives in the same order; so gathers
-start in one order, forward's, and what a forward has not asked for is gathered at its end.
+[Note: order of gathers] Ranks may call modules in different orders (experts chosen by the data), but must issue the
+same collectives in the same order. So gathers start in the order of forward, and what no module has asked for is
+gathered at the end of forward.
 
-A module's forward pre-hook waits for the buckets of its own parameters. Some modules are never called, and others use
-their parameters directly; the first forward shows which, and the nearest enclosing module that is called waits for
-them.
-
-What owners have updated they have put into the buffers before (see `optimizer`); no gradient passes through here.
+A module's forward pre-hook waits for the buckets of its own parameters. For modules that are never called, the nearest
+enclosing module that is called waits; the first forward shows which that is.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ class BucketGather:
     """Fills one bucket of parameter values from its owners, in place.
 
     Args:
-        values: the bucket, 1-D, of a size that the group's ranks divide; each rank's part holds what it has updated.
+        values: the bucket, 1-D, of a size that the group's ranks divide; each rank has updated its own part.
         group: the sharding group.
 
     Attributes:
@@ -47,7 +44,7 @@ class BucketGather:
             self._work = all_gather_single(self._values, self._own, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Until the values can be used (on CUDA: by what is queued from now on); nothing if none is under way."""
+        """Wait for a collective that is under way (on CUDA: on the current stream)."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -60,10 +57,9 @@ class ParameterGather:
     Args:
         model: whose modules wait for their parameters.
         gathers: in the order in which they start; see [Note: order of gathers].
-        place: of each parameter, which of them.
-        overlap: gather in forward, each bucket while modules of the one before it run; else at once after each update.
-        align: start all of them together when a step begins, instead of each after the one before it. In a pipeline, a
-            stage does not wait for its first microbatch then.
+        place: index of each parameter's gather.
+        overlap: gather in forward, each bucket while modules of the one before run; else right after each update.
+        align: start all gathers together when a step begins, before a pipeline stage has its first microbatch.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class ParameterGather:
                 module.register_forward_pre_hook(self._before)
 
     def parameters_changed(self) -> None:
-        """Each rank has updated what it owns of every bucket."""
+        """Mark all buckets stale: each rank has updated what it owns."""
         for gather in self._gathers:
             # Under way where the last forward was left by an error.
             gather.wait()
@@ -100,18 +96,18 @@ class ParameterGather:
             self.gather_all()
 
     def gather_all(self) -> None:
-        """Have all parameters whole now. Collective."""
+        """Gather all parameters now. Collective."""
         self._start(len(self._gathers))
         for gather in self._gathers:
             gather.wait()
 
     def begin(self) -> None:
-        """Called before a step, and before each of the model's forwards. Collective."""
+        """Begin a step or a forward of the model. Collective."""
         if self._align:
             self._start(len(self._gathers))
 
     def after_forward(self) -> None:
-        """Called after the model's forward. Collective."""
+        """End a forward of the model. Collective."""
         self.gather_all()
         if self._overlap and self._is_learning:
             self._is_learning = False
@@ -129,13 +125,11 @@ class ParameterGather:
                 self._start(index + 2)
 
     def _start(self, count: int) -> None:
-        """Start the first so many gathers, as far as they have not started."""
         while self._started < min(count, len(self._gathers)):
             self._gathers[self._started].start()
             self._started += 1
 
     def _learn(self, module: nn.Module, nearest: nn.Module, seen: frozenset[nn.Module]) -> None:
-        """Let the nearest called module around each module that is not called wait for that one's parameters."""
         if module in self._called:
             nearest = module
         else:

@@ -1,7 +1,4 @@
-"""The entry point of the distribution meshwright-ddp: what it registers.
-
-It imports no torch before a manager is built.
-"""
+"""The entry point of meshwright-ddp, which imports no torch before a manager is built."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
-    """The manager of `ddp` on a mesh, or that of `megatron_fsdp` where the config hands over.
-
-    Raises:
-        MeshError, StrategyError, ConfigError: as `DDPManager`, or `handover.hand_over`.
-    """
+    """Build the manager of `ddp`, or that of `megatron_fsdp` where the config hands over."""
     if config.hands_over:
         from .handover import hand_over
 
@@ -35,11 +28,7 @@ def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
 
 
 def check(config: DDPConfig, degrees: Degrees) -> None:
-    """Refuse `use_megatron_fsdp` in a pipeline, before ranks start.
-
-    Raises:
-        StrategyError: the strategy that is handed over to cannot train a stage.
-    """
+    """Refuse `use_megatron_fsdp` in a pipeline, before ranks start."""
     if config.hands_over and degrees.pp > 1:
         raise StrategyError(
             f"use_megatron_fsdp=true hands over to megatron_fsdp, which cannot train one stage of a pipeline, but "
@@ -49,7 +38,6 @@ def check(config: DDPConfig, degrees: Degrees) -> None:
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    """See `meshwright.strategy.hooks`."""
     return [
         StrategySpec(
             name="ddp",

@@ -1,10 +1,8 @@
 """The collective that sums one bucket of gradients over ranks.
 
-When it begins is `gradient_sync`'s affair.
-
-[Note: sharding group] The W ranks that share the optimizer's state are the sharding group: all data-parallel ranks, or
-those of one instance of the distributed optimizer where there are several. Then each instance holds all of the state,
-and what a rank owns is reduced within its instance first, then over the ranks that own the same in the others.
+[Note: sharding group] The sharding group is the W ranks that share the optimizer's state: all data-parallel ranks, or
+those of one instance of the distributed optimizer. With several instances, what a rank owns is reduced within its
+instance first, then over the ranks that own the same part in the others.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Groups:
 
     Attributes:
         shard: the sharding group.
-        across: the ranks that own the same in other instances; None where there is one instance.
+        across: the ranks that own the same part in other instances; None with one instance.
     """
 
     shard: dist.ProcessGroup
@@ -37,7 +35,7 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that share a bucket."""
+        """This rank's place in the sharding group."""
         return dist.get_rank(self.shard)
 
     @property
@@ -51,25 +49,8 @@ class Groups:
         return self.size * (dist.get_world_size(self.across) if self.across is not None else 1)
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """What becomes of gradients beside their sum: multiplied by `factor` before, averaged by the collective or not."""
-
-    factor: float = 1.0
-    average: bool = False
-
-    @property
-    def op(self) -> dist.ReduceOp.RedOpType:
-        """What the collective does: AVG or SUM."""
-        return dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM
-
-
 def make_groups(mesh: Mesh, instances: int) -> Groups:
-    """The groups of [Note: sharding group]; neighbouring ranks form an instance. Collective.
-
-    Args:
-        mesh: whose axis `dp_replicate` has the ranks.
-        instances: of the distributed optimizer; 1: all ranks are one.
+    """Divide the ranks of `dp_replicate` into instances of neighbouring ranks. Collective.
 
     Raises:
         MeshError: the ranks cannot be divided so; on all ranks alike.
@@ -82,8 +63,7 @@ def make_groups(mesh: Mesh, instances: int) -> Groups:
         )
     if instances == 1:
         return Groups(mesh.group("dp_replicate"))
-    axis = ROOT_AXES.index("dp_replicate")
-    every = mesh.device_mesh.mesh.transpose(0, axis)
+    every = mesh.device_mesh.mesh.transpose(0, ROOT_AXES.index("dp_replicate"))
     divided = DeviceMesh(
         mesh.device.type,
         every.reshape(instances, ranks // instances, -1),
@@ -98,17 +78,24 @@ class Reduction:
     Args:
         gradients: the bucket, 1-D, in place; with `scatter` only the part that this rank owns holds the result.
         groups: over which ranks.
-        scaling: of the sum.
+        average: let the collective average; gradients stay sums, since they are multiplied by the ranks before.
         scatter: reduce to owned parts (W divides the bucket), not to everything on every rank.
         wide: send parts to their owners as they are and sum them there in float32 at least.
     """
 
     def __init__(
-        self, gradients: Tensor, groups: Groups, scaling: Scaling, *, scatter: bool = False, wide: bool = False
+        self,
+        gradients: Tensor,
+        groups: Groups,
+        *,
+        average: bool = False,
+        scatter: bool = False,
+        wide: bool = False,
     ) -> None:
         self.gradients = gradients
+        self.averages = average
+        self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._groups = groups
-        self._scaling = scaling
         self._scatter = scatter
         self._wide = wide
         size = gradients.numel() // groups.size if scatter else gradients.numel()
@@ -117,19 +104,19 @@ class Reduction:
         self._result = self._own
         self._received: Tensor | None = None
         self._work: Any = None
-        # Carries both collectives of [Note: sharding group], so that the stream that computes need not wait between.
+        # Runs both collectives of [Note: sharding group], so that the compute stream need not wait between them.
         is_cuda = gradients.device.type == "cuda"
         self._side = torch.cuda.Stream() if groups.across is not None and is_cuda else None
         self._has_proceeded = False
 
     def start(self, *, force_all_reduce: bool = False) -> None:
-        """Scale, and issue the collective; the bucket must not be touched until `wait`.
+        """Issue the collective; the bucket must not be touched until `wait`.
 
         Args:
-            force_all_reduce: reduce all of the bucket to every rank of the sharding group also with `scatter`.
+            force_all_reduce: reduce the whole bucket to every rank of the sharding group also with `scatter`.
         """
-        if self._scaling.factor != 1.0:
-            self.gradients.mul_(self._scaling.factor)
+        if self.averages and self._groups.ranks > 1:
+            self.gradients.mul_(self._groups.ranks)
         self._has_proceeded = False
         if self._side is None:
             self._issue(force_all_reduce)
@@ -150,23 +137,23 @@ class Reduction:
             self._own.copy_(self._received.view(self._groups.size, -1).sum(0, dtype=wide))
             self._received = None
         if self._groups.across is not None:
-            self._work = dist.all_reduce(self._result, op=self._scaling.op, group=self._groups.across, async_op=True)
+            self._work = dist.all_reduce(self._result, op=self._op, group=self._groups.across, async_op=True)
 
     def wait(self) -> None:
-        """Until the result can be used (on CUDA: by what is queued from now on)."""
+        """Wait until the result can be used (on CUDA: by what is queued from now on)."""
         self.proceed()
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def _issue(self, force_all_reduce: bool) -> None:
-        group, op = self._groups.shard, self._scaling.op
+        group = self._groups.shard
         self._result = self._own
         if force_all_reduce or not self._scatter:
             self._result = self.gradients
-            self._work = dist.all_reduce(self.gradients, op=op, group=group, async_op=True)
+            self._work = dist.all_reduce(self.gradients, op=self._op, group=group, async_op=True)
         elif self._wide:
             self._received = torch.empty_like(self.gradients)
             self._work = dist.all_to_all_single(self._received, self.gradients, group=group, async_op=True)
         else:
-            self._work = reduce_scatter_single(self._own, self.gradients, op=op, group=group, async_op=True)
+            self._work = reduce_scatter_single(self._own, self.gradients, op=self._op, group=group, async_op=True)

@@ -1,7 +1,7 @@
 """The engine `torch` for one stage of a pipeline, which does without torch's DistributedDataParallel.
 
-A stage's forwards and backwards follow in an order that torch's class does not know, so gradients are summed in buckets
-after the last backward. Nothing overlaps with backward here; the bucketed engine does that, in a pipeline, too.
+torch's class does not know the order in which a stage's forwards and backwards follow, so gradients are summed in
+buckets after the last backward. Nothing overlaps with backward here; with the bucketed engine it does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.base.errors import StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.tensors.wide_sums import WideSums
 
-from .bucket_ranges import bucket_layout
+from .buckets import bucket_layout
 from .config import DDPConfig
 
 _FOR_TORCH_ALONE = (
@@ -32,28 +32,24 @@ _FOR_TORCH_ALONE = (
 class StageEngine:
     """Sums the gradients of one stage.
 
-    Args:
-        manager: of the stage, which has its trainable parameters.
-        config: options of the engine `torch`.
-
     Raises:
         StrategyError: an option that acts within torch's engine alone.
     """
 
     def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
-        chosen = [name for name in _FOR_TORCH_ALONE if getattr(config, name) != type(config).model_fields[name].default]
-        if chosen:
-            raise StrategyError(
-                f"{chosen[0]}={getattr(config, chosen[0])!r} acts within torch's DistributedDataParallel, which a "
-                f"pipeline does without. Leave it out, or set engine=bucketed."
-            )
+        for name in _FOR_TORCH_ALONE:
+            if name in config.changed:
+                raise StrategyError(
+                    f"{name}={getattr(config, name)!r} acts within torch's DistributedDataParallel, which a "
+                    f"pipeline does without. Leave it out, or set engine=bucketed."
+                )
         self._manager = manager
         self._group = manager.mesh.group("dp_replicate")
         self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
         self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around a backward, which reduces nothing."""
+        """Return a context for a backward, which reduces nothing."""
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
@@ -64,22 +60,18 @@ class StageEngine:
             self.reduce()
 
     def reduce(self) -> None:
-        """Sum the step's gradients over ranks. Collective.
-
-        Sums are in `reduce_dtype`, or else the parameters' dtype; `.grad` gets them in the parameters' shape and dtype.
-        """
+        """Sum the step's gradients over ranks, in `reduce_dtype` or else the parameters' dtype. Collective."""
         self._manager.gradients.fill_missing()
         used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
         for bucket in self._buckets(used):
             self._sum(bucket)
 
     def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Of one dtype each, of the configured size or one parameter more, in the order of the parameters."""
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for dtype, own in by_dtype.items():
-            # Which the layout turns around, as backward would want it; but that has ended.
+            # The layout reverses them for backward, which has ended here.
             own.reverse()
             layout = bucket_layout(
                 [parameter.numel() for parameter in own],

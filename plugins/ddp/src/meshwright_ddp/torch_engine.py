@@ -1,6 +1,5 @@
 """torch's DistributedDataParallel, with hooks that sum.
 
-It trains a whole model; for one stage of a pipeline see `stage_engine`, for buckets of our own `bucketed`.
 Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
@@ -22,7 +21,7 @@ from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
 
 class TorchEngine:
-    """Wraps a model in torch's DistributedDataParallel.
+    """Wraps a whole model in torch's DistributedDataParallel.
 
     Args:
         model: on the mesh's device, equal on all ranks.
@@ -61,7 +60,7 @@ class TorchEngine:
         self.module.register_comm_hook(state, hook)
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around a forward and its backward, which reduces gradients only where it is the last of its step.
+        """Return a context for a forward and its backward, which reduces gradients only if it is the step's last.
 
         Raises:
             StrategyError: several microbatches with `static_graph`; on all ranks alike.
@@ -69,7 +68,6 @@ class TorchEngine:
         if is_last:
             return nullcontext()
         if self.module.static_graph:
-            # On all ranks alike: they have the same number of microbatches.
             raise StrategyError(
                 "static_graph=true does not go with several microbatches in a step: torch's DistributedDataParallel "
                 "fails when the first backward is not followed by a reduction. Give one microbatch, or set "
@@ -84,17 +82,14 @@ class TorchEngine:
             StrategyError: a trainable parameter has no gradient, and no option allows for it.
         """
         if is_last and not self._may_leave_out:
-            self._check_all_used()
+            # DDP has not reduced the bucket of a parameter without gradient, and the other ranks wait for it, so this
+            # cannot be reported on all ranks first.
+            unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                raise StrategyError(
+                    f"trainable parameters got no gradient in this step, among them {unused[0]}. "
+                    f"Set find_unused_parameters=true, or freeze them."
+                )
         # The last microbatch's gradients join the waiting sums in the hook.
         if self._sums is not None and not is_last:
             self._sums.take(parameter for parameter in self._model.parameters() if parameter.requires_grad)
-
-    def _check_all_used(self) -> None:
-        # Without a gradient, DDP would not have reduced the parameter's bucket, and peers would wait for it: this
-        # cannot be reported on all ranks first.
-        unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
-            raise StrategyError(
-                f"trainable parameters got no gradient in this step, among them {unused[0]}. "
-                f"Set find_unused_parameters=true, or freeze them."
-            )

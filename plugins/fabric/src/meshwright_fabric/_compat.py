@@ -1,7 +1,4 @@
-"""Names of Lightning that are not public, each with the reason; tried with lightning 2.6.6.
-
-In tests/test_fabric.py is a canary for each.
-"""
+"""Private names of Lightning, as of 2.6.6; tests/test_fabric.py has a canary for each."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from meshwright.base.errors import StrategyError
 
 
 class _OneCall:
-    """What `fabric.no_backward_sync` asks of a strategy."""
+    """Answers `fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
         if enabled:
@@ -26,6 +23,8 @@ class _OneCall:
 
 
 def refuse_accumulation(strategy: DDPStrategy) -> None:
-    """Let `fabric.no_backward_sync` say what to do instead. Lightning keeps who answers it in `_backward_sync_control`;
-    that of DDPStrategy would ask for torch's DistributedDataParallel, and None for a warning alone."""
+    """Let `fabric.no_backward_sync` raise an error with the remedy.
+
+    DDPStrategy's own `_backward_sync_control` needs torch's DistributedDataParallel, and None only warns.
+    """
     strategy._backward_sync_control = _OneCall()

@@ -1,8 +1,8 @@
 """The model that Fabric sees: called once a step, with all microbatches of this rank.
 
-[Note: one call] Fabric's loops call the model for each microbatch and run a backward for each. Neither a pipeline nor a
-loss over the tokens of the whole step can be had so. Here the call computes loss and gradients; `fabric.backward` of
-that loss, and of nothing made from it, says that they are meant.
+[Note: one call] Fabric's loops call the model and run a backward for each microbatch, which allows neither a pipeline
+nor a loss over the tokens of the whole step. Here one call computes loss and gradients, and `fabric.backward` of that
+very loss confirms it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.base.errors import StrategyError
 
 
 class _Announced(torch.autograd.Function):
-    """A loss whose gradients there are already; its backward checks that nothing was done to it."""
+    """A loss whose gradients exist already; its backward checks that the loss was not changed."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, step: StepModule) -> Tensor:
@@ -42,10 +42,7 @@ class StepModule(nn.Module):
     """Calls a manager; see [Note: one call].
 
     Attributes:
-        is_backward_due: whether there are gradients of a step for whose loss no backward has been called.
-
-    Args:
-        manager: with its model.
+        is_backward_due: whether the loss of the last call has had no backward yet.
     """
 
     def __init__(self, manager: StrategyManager) -> None:
@@ -56,17 +53,16 @@ class StepModule(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, *given: Any, objective: Objective | None = None, **others: Any) -> Tensor:
-        """Loss of a step: with gradients, or, under `torch.no_grad()`, in evaluation mode without.
+        """Compute the loss of a step, with gradients, or without and in evaluation mode under `torch.no_grad()`.
 
         Args:
             given: one argument: a list of this data rank's microbatches, mappings with `input_ids` and `labels`.
-            objective: as of `StrategyManager.forward_backward`.
 
         Returns:
             Mean loss per token of the global batch [nats], or the objective's sum over its count; equal on all ranks.
 
         Raises:
-            StrategyError: it was called as a model is.
+            StrategyError: it was called like a model.
         """
         if len(given) != 1 or others or isinstance(given[0], (Mapping, Tensor)):
             raise StrategyError(

@@ -29,8 +29,7 @@ from .step import StepModule
 
 
 class MeshStrategy(DDPStrategy):
-    """Processes, collectives and launching are those of Lightning's DDPStrategy; model, optimizer, clipping and
-    checkpoints those of a meshwright strategy.
+    """Train with a meshwright strategy: its model, optimizer, clipping and checkpoints, and Lightning's processes.
 
     Args:
         strategy: a name, as of `meshwright.resolve`; None: the one whose config class `config` is of, else fsdp2.
@@ -49,7 +48,7 @@ class MeshStrategy(DDPStrategy):
         timeout_s: float = 600.0,
         **sizes: Unpack[Sizes],
     ) -> None:
-        # Gloo beside NCCL serves CPU tensors: small agreements, and checkpoints.
+        # Gloo besides NCCL serves CPU tensors: small messages, and checkpoints.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None
         super().__init__(process_group_backend=backend, timeout=timedelta(seconds=timeout_s))
         refuse_accumulation(self)
@@ -62,7 +61,7 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def manager(self) -> StrategyManager:
-        """What trains: for `unshard`, `token_stats`, `iter_parameters` and `last_sums`."""
+        """The manager, for `unshard`, `token_stats`, `iter_parameters` and `last_sums`."""
         if self._module is None:
             raise StrategyError("MeshStrategy has no model yet: call fabric.setup(model, optimizer) first.")
         return self._manager
@@ -88,13 +87,13 @@ class MeshStrategy(DDPStrategy):
     # -- model and optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """A rank's device gets what the strategy keeps there, and no whole model."""
+        """Do nothing: the strategy places what it keeps of the model."""
 
     def setup_module(self, module: nn.Module) -> StepModule:
         named = list(module.named_parameters())
         self._manager.parallelize(module)
         parts = [pair for part in self._manager.model_parts for pair in part.named_parameters()]
-        # An optimizer may have been made of the parameters before, or after.
+        # The optimizer may have been made from the parameters before sharding, or after.
         self._names = {parameter: name for name, parameter in [*named, *parts]}
         self._module = StepModule(self._manager)
         return self._module
@@ -107,7 +106,7 @@ class MeshStrategy(DDPStrategy):
         return self.setup_module(module), [self.setup_optimizer(each) for each in optimizers], None
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Another one of the same class and settings, of the sharded parameters."""
+        """Make an optimizer of the same class and settings over the sharded parameters."""
         manager = self.manager
         if not self._names:
             raise StrategyError(
@@ -128,7 +127,7 @@ class MeshStrategy(DDPStrategy):
                     raise StrategyError("the optimizer has a parameter that is not of the model that was set up.")
                 group_of[self._names[parameter]] = number
         cls: Callable[..., Optimizer] = type(optimizer)
-        # Some defaults are no arguments (AdamW's decoupled_weight_decay); groups have them all.
+        # Some defaults are not arguments (AdamW's decoupled_weight_decay); groups have them all.
         taken = {key: value for key, value in optimizer.defaults.items() if key in signature(cls).parameters}
 
         def factory(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -183,7 +182,7 @@ class MeshStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """A checkpoint of meshwright: a directory that any layout reads. Other values of `state` are values of JSON."""
+        """Save a meshwright checkpoint: a directory that any layout reads. Other values of `state` are JSON values."""
         if storage_options is not None or filter:
             raise CheckpointError("storage_options and filter are not taken by MeshStrategy: leave them out.")
         others = self._others(state)
@@ -215,7 +214,7 @@ class MeshStrategy(DDPStrategy):
         return stored
 
     def _others(self, state: Any) -> dict[str, Any]:
-        """What of `state` is neither model nor optimizer, both of which it must have."""
+        """Return the values of `state` other than model and optimizer, both of which it must have."""
         manager = self.manager
         needed = {"the model": self._module, "the optimizer": manager.optimizer}
         given = state if isinstance(state, dict) else {}

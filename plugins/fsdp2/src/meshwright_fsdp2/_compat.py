@@ -1,8 +1,6 @@
-"""The only place in this package that touches private or version-dependent names of torch and transformers.
+"""The only place in this package that uses private or version-dependent names of torch and transformers.
 
-What public names can do is not here.
-Each function says why it is needed; tests/test_fsdp2_compat.py holds a canary for each, and docs/versions.md says with
-which versions they passed.
+tests/test_fsdp2_compat.py has a canary for each; docs/versions.md says with which versions they passed.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ SHIMS = ("reduce_unused",)
 
 @contextmanager
 def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
-    """Let units keep their gathered parameters after forward, and reshard after it as before again on leaving.
+    """Let units keep their gathered parameters after forward, and restore their policy on leaving.
 
-    `set_reshard_after_forward` takes True and False only, so it cannot bring back a number of ranks; what it sets is
-    kept and put back.
+    `set_reshard_after_forward` takes no number of ranks, so what it sets is saved and restored.
 
     Args:
         units: modules on which `fully_shard` was called, one for each unit.
@@ -43,8 +40,7 @@ def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
 
 
 def begin_at(root: FSDPModule) -> None:
-    """Let the root be the root, as its first forward does; else it is the first unit that runs, and `generate` of a
-    wrapper such as peft's runs units without the root's forward."""
+    """Make the root the root, as its first forward does; `generate` of peft's wrapper runs units without that."""
     root._get_fsdp_state()._lazy_init()
 
 
@@ -59,9 +55,8 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
 def reduce_unused(unit: FSDPModule) -> None:
     """Count the gradient of a parameter that this rank does not use as zero in the sum over ranks.
 
-    `set_reduce_scatter_unused_params` does so where torch has it. Otherwise zeros are put in place of missing
-    gradients when the unit's backward ends, before it is reduced. Nothing public runs there: autograd hooks of a
-    parameter run only if it is used, and a unit's own hooks run in an order that torch does not promise.
+    `set_reduce_scatter_unused_params` does so where torch has it. Otherwise zeros replace missing gradients when the
+    unit's backward ends, where no public hook runs.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -77,25 +72,20 @@ def _post_backward_with_zeros(group: Any, post_backward: Callable[..., None], *a
         for parameter in gathered:
             full = parameter.unsharded_param
             if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
-                _put_zeros(parameter, full, gathered)
+                # A unit is reduced in one dtype: with the sums of earlier microbatches in theirs, `reduce_dtype`.
+                if any(each.unsharded_accumulated_grad is not None for each in gathered):
+                    dtype = parameter.reduce_dtype or full.dtype
+                    parameter.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtype)
+                else:
+                    full.grad = torch.zeros_like(full)
     post_backward(*args)
 
 
-def _put_zeros(parameter: Any, full: torch.Tensor, gathered: list[Any]) -> None:
-    # A unit is reduced in one dtype: with the sums of earlier microbatches in theirs, `reduce_dtype`.
-    if any(each.unsharded_accumulated_grad is not None for each in gathered):
-        dtype = parameter.reduce_dtype or full.dtype
-        parameter.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtype)
-    else:
-        full.grad = torch.zeros_like(full)
-
-
 def add_up(units: list[FSDPModule]) -> None:
-    """Add gradients that wait for a reduction to the sums in its dtype, as the end of each unit's backward does.
+    """Add waiting gradients to the sums in `reduce_dtype`, as the end of each unit's backward does.
 
-    For weights whose gradients come later than that: they would be summed in their own dtype. And parameters of a unit
-    that have none yet get zeros, since a unit with sums of two dtypes is not reduced. What FSDP calls for each
-    parameter has no public name.
+    Gradients that come after it would be summed in their own dtype. Parameters of a unit that have none yet get zeros,
+    since a unit with sums of two dtypes is not reduced.
 
     Args:
         units: modules on which `fully_shard` was called, one for each unit.
@@ -113,22 +103,16 @@ def add_up(units: list[FSDPModule]) -> None:
 
 
 def reduce_now(root: FSDPModule) -> None:
-    """Reduce the gradients that have been accumulated, as the end of a backward does.
+    """Reduce the accumulated gradients, as the end of a backward does, for gradients of weights that come later.
 
-    For backwards whose weights come later than their inputs: FSDP reduces when the latter are done. torch's pipeline
-    runtime calls the same two private methods.
-
-    Args:
-        root: the module around all units.
+    torch's pipeline runtime calls the same two private methods.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @contextmanager
 def never_packed() -> Iterator[bool]:
-    """Let transformers' check for packed sequences answer False without looking, wherever modules have taken it from.
-
-    The check is a private function without a switch.
+    """Let transformers' private check for packed sequences answer False, in every module that imports it.
 
     Yields:
         Whether this version of transformers has the check.
@@ -142,7 +126,7 @@ def never_packed() -> Iterator[bool]:
         if name.split(".")[0] == "transformers" and vars(module).get("_is_packed_sequence") is original is not None
     ]
     for module in holders:
-        vars(module)["_is_packed_sequence"] = _not_packed
+        vars(module)["_is_packed_sequence"] = lambda position_ids, batch_size: False
     try:
         yield original is not None
     finally:
@@ -150,18 +134,10 @@ def never_packed() -> Iterator[bool]:
             vars(module)["_is_packed_sequence"] = original
 
 
-def _not_packed(position_ids: Any, batch_size: int) -> bool:
-    return False
-
-
 def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Let compiled code overlap the collectives of a group with the matrix products beside them.
+    """Let compiled code overlap the collectives of a `tp` group on CUDA with its matrix products.
 
-    Private, both the compiler's pass and the memory that GPUs share for it. Not run on a GPU
-    yet (docs/gpu.md); by reading of torch 2.11 and 2.13.
-
-    Args:
-        group: along `tp`, on CUDA.
+    Not run on a GPU yet (docs/gpu.md); written from the sources of torch 2.11 and 2.13.
     """
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group

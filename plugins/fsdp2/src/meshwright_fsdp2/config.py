@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
@@ -28,8 +28,6 @@ _POLICIES: Mapping[str, Mapping[str, str]] = {
     },
     "CPUOffloadPolicy": {"pin_memory": "bool"},
 }
-
-
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "MixedPrecisionPolicy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "cast_forward_inputs": True},
     "CPUOffloadPolicy": {"_target_": "torch.distributed.fsdp.CPUOffloadPolicy", "pin_memory": True},
@@ -53,22 +51,6 @@ def _policy_schema(name: str) -> dict[str, Any]:
 class FSDP2Config(StrategyConfig):
     """Options of `fsdp2`; the sizes of the mesh are not among them. By position they are in the reference's order."""
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "sequence_parallel",
-        "tp_plan",
-        "patch_is_packed_sequence",
-        "mp_policy",
-        "offload_policy",
-        "autocast_dtype",
-        "activation_checkpointing",
-        "defer_fsdp_grad_sync",
-        "backend",
-        "enable_async_tensor_parallel",
-        "enable_compile",
-        "enable_fsdp2_prefetch",
-        "fsdp2_backward_prefetch_depth",
-        "fsdp2_forward_prefetch_depth",
-    )
     sequence_parallel: bool = Field(
         default=False,
         description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
@@ -218,38 +200,30 @@ class FSDP2Config(StrategyConfig):
         return self
 
 
-def dtype_name(value: Any) -> Any:
-    """The name of a dtype: "bfloat16" for "torch.bfloat16".
+_OWN = (*StrategyConfig.model_fields, "cp_attention", "reshard_after_forward")
+FSDP2Config.positional = tuple(name for name in FSDP2Config.model_fields if name not in _OWN)
 
-    Args:
-        value: a torch.dtype, or the name of one, with or without "torch."; any other value is returned as it is.
-    """
+
+def dtype_name(value: Any) -> Any:
+    """Return the name of a dtype ("bfloat16" for "torch.bfloat16"), and any other value as it is."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return str(value).removeprefix("torch.") if is_dtype or isinstance(value, str) else value
 
 
-def _is_half(value: Any) -> bool:
-    return dtype_name(value) == "float16"
-
-
 def policy_value(policy: Any, key: str) -> Any:
-    """An argument of a policy, be it an object or a mapping; None where it has none.
-
-    Args:
-        policy: torch's object, a mapping of its arguments, or None.
-        key: the argument's name.
-    """
+    """Return an argument of a policy, an object or a mapping; None where it has none."""
     return policy.get(key) if isinstance(policy, Mapping) else getattr(policy, key, None)
 
 
 def _checked_policy(value: Any, name: str) -> Any:
-    """A policy object or mapping as it came, dtypes of a mapping by their plain names."""
+    """Return a policy object as it is, and a mapping with dtypes by their plain names."""
     if value is None:
         return value
-    if _is_policy(value, name):
-        halves = [key for key, kind in _POLICIES[name].items() if kind == "dtype" and _is_half(getattr(value, key))]
-        if halves:
-            raise ValueError(f"{halves[0]} cannot be float16: {NO_FLOAT16}")
+    # Torch's class, or a subclass, without importing torch.
+    if any(cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__):
+        for key, kind in _POLICIES[name].items():
+            if kind == "dtype" and dtype_name(getattr(value, key)) == "float16":
+                raise ValueError(f"{key} cannot be float16: {NO_FLOAT16}")
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a {name} of torch.distributed.fsdp, or a mapping of its arguments")
@@ -260,7 +234,7 @@ def _checked_policy(value: Any, name: str) -> Any:
         except ConfigError as error:
             raise ValueError(f"_target_: {error}") from None
         if str(target).rpartition(".")[2] != name:
-            # The class of the user's own is checked when it is imported, with torch.
+            # A class of the user's own is checked when it is imported, with torch.
             return dict(value)
     known = _POLICIES[name]
     for key, each in value.items():
@@ -272,14 +246,7 @@ def _checked_policy(value: Any, name: str) -> Any:
             raise ValueError(f"{key}={each!r} must be true or false")
         if known[key] == "dtype" and each is not None and dtype_name(each) not in DTYPES:
             raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}; {NO_FLOAT16}")
-    # As the data of torch's object are, which has the same meaning.
+    # In the form of torch's object, which means the same.
     given = {**_DEFAULTS[name], **{key: each for key, each in value.items() if each is not None}}
     ordered = {key: given[key] for key in ("_target_", *known) if key in given}
     return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in ordered.items()}
-
-
-def _is_policy(value: Any, name: str) -> bool:
-    """Whether a value is an object of torch's class, or of a subclass; without importing torch."""
-    return any(
-        cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__
-    )

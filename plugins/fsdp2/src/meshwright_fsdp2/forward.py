@@ -1,6 +1,9 @@
-"""Put a context around the forward of a model, whoever calls it.
+"""What surrounds the forward of a model: contexts, and dtypes of the residual stream under autocast.
 
-Which context, and in which order, is the manager's affair.
+[Note: wide stream] With `autocast_dtype` and a wider `output_dtype`, the embedding's output and the hidden states that
+enter and leave each block have `output_dtype`. Within a block autocast casts the operands of matrix products, so what a
+branch adds is narrow, and what it is added to stays wide. CUDA's autocast runs norms in float32. The CPU's does not,
+and its norms take no input wider than their weights, so `widen_norms` applies the rule.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from meshwright.model.forward_order import Layer, put_around
+from meshwright.model.layout import ModelLayout
 
 
 def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]) -> None:
-    """Run the model's own forward within a context, inside of the hooks that sharding has put on the model.
+    """Run the model's own forward in a context, inside the hooks that sharding has put on the model.
 
     Args:
         model: whose `forward` is replaced on the instance.
-        around: makes the context for a call, of its arguments by name.
+        around: makes the context for a call, from its arguments by name.
     """
 
     def surrounding(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,3 +42,44 @@ def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], Abs
         return surrounded
 
     put_around(model, Layer.STRATEGY, surrounding)
+
+
+def widen_stream(model: nn.Module, layout: ModelLayout, dtype: torch.dtype) -> None:
+    """Cast hidden states that leave the embedding or enter blocks, before sharding; see [Note: wide stream]."""
+    if layout.embedding is not None:
+        model.get_submodule(layout.embedding).register_forward_hook(lambda _, args, output: _cast(output, dtype))
+    for block in dict.fromkeys(map(model.get_submodule, layout.blocks)):
+        block.register_forward_pre_hook(functools.partial(_widened, dtype), with_kwargs=True)
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Let torch's norms compute in float32; those with a forward of their own compute in their weights' dtype."""
+    for module in model.modules():
+        if type(module).forward in (nn.LayerNorm.forward, nn.GroupNorm.forward):
+            put_around(module, Layer.STRATEGY, functools.partial(_in_float32, module))
+        elif isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            module.register_forward_pre_hook(lambda norm, args: (_cast(args[0], norm.weight.dtype), *args[1:]))
+
+
+def _widened(
+    dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Hidden states come first, by position or by name; masks and angles keep their dtype.
+    if args:
+        return (_cast(args[0], dtype), *args[1:]), kwargs
+    return args, {name: _cast(value, dtype) if name == "hidden_states" else value for name, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _in_float32(norm: nn.LayerNorm | nn.GroupNorm, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward(hidden: Tensor) -> Tensor:
+        weight, bias = (None if each is None else each.float() for each in (norm.weight, norm.bias))
+        if isinstance(norm, nn.LayerNorm):
+            return functional.layer_norm(hidden.float(), norm.normalized_shape, weight, bias, norm.eps)
+        return functional.group_norm(hidden.float(), norm.num_groups, weight, bias, norm.eps)
+
+    return forward

@@ -1,8 +1,7 @@
-"""Functions for training loops written by hand, on a plain DeviceMesh.
+"""Functions with the reference's names and arguments for training loops written by hand, on a plain DeviceMesh.
 
-The reference's names and arguments are here, and no loop. They shard as `FSDP2Manager` does, and reduce gradients as it
-does: by SUM over the ranks, not by torch's mean ([Note: the gradient rule] in `meshwright.strategy.contract`). So
-divide the loss of each rank by the token count of the global batch, not of its own.
+They shard and reduce gradients as `FSDP2Manager` does: by SUM over the ranks, not by torch's mean ([Note: the gradient
+rule] in `meshwright.strategy.contract`). So divide the loss of each rank by the token count of the global batch.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from meshwright.strategy.ask import model_layout
 
 from ._compat import held_after_forward
 from .config import FSDP2Config
-from .policies import offload
 from .sharding import shard_units
-from .unit_options import UnitOptions
+from .unit_options import UnitOptions, offload
 from .units import separate_names
 
 
@@ -79,9 +77,16 @@ def fsdp2_strategy_parallelize(
     """
     dp_mesh, tp_mesh = _meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
     if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
-        _warn_of_idle_options(tp_mesh_name)
-    policy = mp_policy or _precision(param_dtype)
-    options = UnitOptions(dp_mesh, policy, _offload(offload_policy, device_mesh, cpu_offload))
+        warn(
+            f"sequence_parallel and tp_shard_plan act on nothing here: no axis {tp_mesh_name!r} has 2 or more ranks.",
+            stacklevel=2,
+        )
+    wide = torch.promote_types(param_dtype, torch.float32)
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=wide, output_dtype=wide)
+    if cpu_offload and offload_policy is None:
+        offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
+    offloading = offload(FSDP2Config(offload_policy=offload_policy), torch.device(device_mesh.device_type))
+    options = UnitOptions(dp_mesh, policy, offloading)
     check_trainable(model)
     with _weights_afterwards(model, device_mesh.device_type, options):
         layout = model_layout(model)
@@ -106,9 +111,9 @@ def apply_fsdp_sharding_recursively(
 ) -> None:
     """Shard the members of each outermost ModuleList inside `module` in place, and leave the rest of it to the caller.
 
-    Members are blocks of a model, or plain layers; of a list or dict within a list, its own members are sharded. The
-    last member of each list keeps its parameters after forward, since its backward comes first. Parameters that members
-    share with what lies outside of the lists are left, too; those that only members share are a unit.
+    Members are blocks of a model, or plain layers; of a list or dict within a list, its members. The last member of
+    each list keeps its parameters after forward, since its backward comes first. Parameters that members share with
+    modules outside of the lists are left, too; those that only members share are a unit.
 
     Args:
         module: a model, or a ModuleList itself.
@@ -127,7 +132,7 @@ def apply_fsdp_sharding_recursively(
 
 
 def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ...]]:
-    """Of each outermost ModuleList with parameters, the names of the members to shard."""
+    """Yield the names of the members to shard of each outermost ModuleList with parameters."""
     for name, child in module.named_children():
         if not isinstance(child, nn.ModuleList):
             yield from _lists(child, f"{prefix}{name}.")
@@ -150,14 +155,10 @@ def _members(container: nn.Module, prefix: str) -> Iterator[str]:
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Hold all parameters of a model whole, for log-probabilities or generation, and free them on leaving.
+    """Hold all parameters of a sharded model whole, for log-probabilities or generation, and free them on leaving.
 
-    A forward inside the context frees nothing; afterwards training goes on as if it had not been entered.
-    Collective over the ranks that share the model.
-
-    Args:
-        model: that one of these functions, or `FSDP2Manager`, has sharded. Inside, its parameters are plain tensors, or
-            DTensors along `tp` alone.
+    Inside, parameters are plain tensors, or DTensors along `tp` alone, and a forward frees nothing. Collective over the
+    ranks that share the model.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with held_after_forward(units):
@@ -176,20 +177,9 @@ def _destroy_dist_connection() -> None:
         dist.destroy_process_group()
 
 
-def _offload(policy: OffloadPolicy | None, mesh: DeviceMesh, cpu_offload: bool) -> OffloadPolicy:
-    if cpu_offload and policy is None:
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    return offload(FSDP2Config(offload_policy=policy), torch.device(mesh.device_type))
-
-
-def _precision(param_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    wide = torch.promote_types(param_dtype, torch.float32)
-    return MixedPrecisionPolicy(param_dtype, reduce_dtype=wide, output_dtype=wide)
-
-
 @contextmanager
 def _weights_afterwards(model: nn.Module, device_type: str, options: UnitOptions) -> Iterator[None]:
-    """Around the sharding of a model: where it came on the meta device, draw its weights when it is sharded."""
+    """Draw the weights of a model on the meta device after it has been sharded inside."""
     if not is_meta(model):
         yield
         return
@@ -203,11 +193,7 @@ def _weights_afterwards(model: nn.Module, device_type: str, options: UnitOptions
 def _meshes(
     mesh: DeviceMesh, dp_name: str | tuple[str, ...], tp_name: str, dp_cp_name: str
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """What to shard over, and the axis of tensor parallelism, if it has 2 or more ranks.
-
-    Raises:
-        MeshError: as `fsdp2_strategy_parallelize`.
-    """
+    """Return what to shard over, and the axis of tensor parallelism, if it has 2 or more ranks."""
     dp_mesh = _axis(mesh, dp_cp_name) or _axis(mesh, dp_name)
     if dp_mesh is None:
         raise MeshError(
@@ -217,24 +203,7 @@ def _meshes(
     tp_mesh = _axis(mesh, tp_name)
     if tp_mesh is not None and tp_mesh.size() == 1:
         tp_mesh = None
-    _check_all_axes_are_used(mesh, dp_mesh, tp_mesh)
-    return dp_mesh, tp_mesh
-
-
-def _warn_of_idle_options(axis: str) -> None:
-    warn(
-        f"sequence_parallel and tp_shard_plan act on nothing here: no axis {axis!r} has 2 or more ranks.",
-        # Where the user has called.
-        stacklevel=3,
-    )
-
-
-def _check_all_axes_are_used(mesh: DeviceMesh, dp_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:
-    """Refuse an axis along which gradients would not be summed: its ranks would diverge without a word.
-
-    Raises:
-        MeshError: on all ranks alike.
-    """
+    # Along other axes gradients would not be summed, and ranks would diverge silently.
     used = dp_mesh.size() * (tp_mesh.size() if tp_mesh is not None else 1)
     if used != mesh.size():
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -244,10 +213,10 @@ def _check_all_axes_are_used(mesh: DeviceMesh, dp_mesh: DeviceMesh, tp_mesh: Dev
             f"Name the others, too: a pair (replicate, shard) as dp_mesh_name, a flattened view of data and context "
             f"axes as dp_cp_mesh_name, or an axis as tp_mesh_name. Or give the part of the mesh to train on."
         )
+    return dp_mesh, tp_mesh
 
 
 def _axis(mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh | None:
-    """An axis or view of a mesh by its name; the mesh itself if it has just this axis."""
     try:
         return mesh if mesh.mesh_dim_names == (name,) else mesh[name]
     except (KeyError, RuntimeError):

@@ -1,12 +1,8 @@
 """Shard transformer blocks with FSDP2.
 
-Each block is one all-gather unit; the root holds what is left (embedding, head, norms). Units come from the model's
-structure, so this file names no model class. What a unit is sharded with is in `unit_options`; which parameters a step
-has used, in `usage`.
-
-[Note: order] Expert and tensor parallelism first, since they change what parameters are; then activation
-checkpointing, which compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model that
-came on the meta device gets its weights last.
+[Note: order] Expert and tensor parallelism come first, since they change the parameters; then activation checkpointing,
+which compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model on the meta device
+gets its weights last.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
@@ -39,12 +35,10 @@ from meshwright.train.optim import split_by_mesh
 
 from ._compat import add_up, overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
-from .forward import surround_forward
+from .forward import surround_forward, widen_norms, widen_stream
 from .packed import check_not_packed, without_packed_check
-from .policies import sums_dtype
-from .residual_stream import widen_norms, widen_stream
 from .sharding import Sharding, shard_units
-from .unit_options import UnitOptions
+from .unit_options import UnitOptions, sums_dtype
 from .units import Unit, find_units, separate_names, units_by_dtype
 from .usage import Usage
 
@@ -84,7 +78,7 @@ class FSDP2Manager(DataParallelManager):
             mesh.check_expert_mesh(moe_mesh)
         super().__init__(config, mesh)
         mesh.check_backend(config.backend)
-        check_options(config, mesh)
+        _check_options(config, mesh)
         tell_idle_options(config, mesh)
         self._options = UnitOptions.of_config(config, mesh)
 
@@ -112,9 +106,7 @@ class FSDP2Manager(DataParallelManager):
         return model
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Over the shards, DTensors. Those of experts, which lie on a mesh of their own, get groups of their own where
-        groups are stepped as a whole.
-        """
+        """Build the optimizer over the shards, DTensors; experts get groups of their own if groups step as a whole."""
         optimizer = super().build_optimizer(factory)
         if self.expert_parallel is not None:
             split_by_mesh(optimizer)
@@ -130,7 +122,7 @@ class FSDP2Manager(DataParallelManager):
             self.axes.append(context)
         if needs_equal_operators(self.config.activation_checkpointing):
             units = find_units(model, self.layout)
-            check_selective([*(inner for inner, _ in units_by_dtype(model, units)), *units])
+            _check_selective([*(inner for inner, _ in units_by_dtype(model, units)), *units])
         if self.mesh.degrees.ep > 1:
             self.expert_parallel = ExpertParallel(model, self.mesh)
         if self.mesh.degrees.tp > 1:
@@ -157,11 +149,7 @@ class FSDP2Manager(DataParallelManager):
                 widen_norms(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Nothing is left to do: `parallelize` has compiled each block if `enable_compile` says so, at its place in
-        [Note: order]. For loops that call it afterwards, as the reference's do.
-
-        Args:
-            model: what `parallelize` has returned.
+        """Do nothing, for loops of the reference: `parallelize` has compiled each block if `enable_compile` says so.
 
         Raises:
             StrategyError: `parallelize` has not been called.
@@ -180,23 +168,17 @@ class FSDP2Manager(DataParallelManager):
                 overlap_tensor_parallel(self.mesh.group("tp"))
 
     def after_eval(self) -> None:
-        # No backward frees what forward keeps for it, and a step would change the shards under it.
+        # No backward frees what forward keeps for it, which would be stale after a step.
         self._sharding.reshard()
 
     def check_batches(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse packed data, if `patch_is_packed_sequence` says that there is none."""
         super().check_batches(microbatches)
         if self.config.patch_is_packed_sequence:
             check_not_packed(microbatches)
 
     @contextmanager
     def around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Without transformers' check for packed sequences, if `patch_is_packed_sequence` says so.
-
-        Raises:
-            StrategyError: this version of transformers has no such check.
-        """
-        # Around backward too: recomputed attention must take the same way.
+        # Around backward too: recomputed attention must take the same path.
         if not self.config.patch_is_packed_sequence:
             yield
             return
@@ -208,7 +190,7 @@ class FSDP2Manager(DataParallelManager):
             self._is_in_step = False
 
     def _surround_forward(self, model: nn.Module) -> None:
-        """Options that are about forward act in the model's own, so that they do in a loop by hand, too."""
+        """Apply options about forward to the model's own, so that they act in a loop by hand, too."""
         if self.config.patch_is_packed_sequence:
             surround_forward(model, self._unpacked_by_hand)
         if self.config.autocast_dtype is not None:
@@ -217,7 +199,7 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def _unpacked_by_hand(self, inputs: Batch) -> Iterator[None]:
-        # Ranks train together, but may generate apart from each other, with positions of padding that restart, too.
+        # Ranks train together, but may generate each for itself, with positions of padding that restart.
         if self._is_in_step or not torch.is_grad_enabled():
             yield
             return
@@ -227,7 +209,7 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
-        """Around one microbatch, whose gradients are reduced as `defer_fsdp_grad_sync` says."""
+        """Surround one microbatch, whose gradients are reduced as `defer_fsdp_grad_sync` says."""
         root = self._sharding.root
         defer = self.config.defer_fsdp_grad_sync
         root.set_is_last_backward(is_last)
@@ -249,7 +231,7 @@ class FSDP2Manager(DataParallelManager):
         yield
 
     def after_weights(self) -> None:
-        # FSDP has done with this microbatch; what comes now would be summed with the next one's in its own dtype.
+        # For FSDP this microbatch has ended; these gradients would be summed with the next one's in their own dtype.
         if self.reduces_once:
             add_up(self._sharding.modules)
         else:
@@ -273,7 +255,6 @@ class FSDP2Manager(DataParallelManager):
             reduce_now(self._sharding.root)
 
     def check_gradients(self) -> Findings:
-        """Which parameters this rank has used; those that no rank has are not to be stepped."""
         return self._usage.findings()
 
     @contextmanager
@@ -283,18 +264,9 @@ class FSDP2Manager(DataParallelManager):
             yield parts
 
 
-def check_selective(units: Sequence[Unit]) -> None:
-    """Refuse selective recomputation of blocks that hold units of their own.
-
-    Those are gathered within the block, in forward and in recomputation at different points, and selective
-    recomputation needs the same operators in both.
-
-    Args:
-        units: of the model, those split off by dtype included.
-
-    Raises:
-        StrategyError: on all ranks alike.
-    """
+def _check_selective(units: Sequence[Unit]) -> None:
+    # Units within a block are gathered at different points of forward and of recomputation, and selective
+    # recomputation needs the same operators in both.
     inner = next((unit for unit in units if not unit.is_block and not unit.is_root), None)
     if inner is not None:
         raise StrategyError(
@@ -303,16 +275,8 @@ def check_selective(units: Sequence[Unit]) -> None:
         )
 
 
-def check_options(config: FSDP2Config, mesh: Mesh) -> None:
-    """Refuse options that cannot act on this mesh.
-
-    Args:
-        config: options, each of which is valid by itself.
-        mesh: with the device and the ranks along each axis.
-
-    Raises:
-        StrategyError, MeshError: on all ranks alike.
-    """
+def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
+    """Refuse options that cannot act on this mesh, by StrategyError or MeshError on all ranks alike."""
     if config.enable_async_tensor_parallel and mesh.degrees.tp > 1 and mesh.device.type == "cpu":
         raise StrategyError(
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
@@ -325,7 +289,7 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             f"activation_checkpointing to full or selective."
         )
     if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:
-        # torch may compile a part anew between a forward and its recomputation, which then saves other tensors.
+        # torch may recompile a part between a forward and its recomputation, which then saves other tensors.
         raise StrategyError(
             f"activation_checkpointing={config.activation_checkpointing} recomputes blocks that are compiled whole, "
             f"but with ep_size={mesh.degrees.ep} blocks are compiled in parts, around their experts. "

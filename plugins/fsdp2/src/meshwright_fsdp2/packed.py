@@ -1,7 +1,4 @@
-"""The option `patch_is_packed_sequence`: transformers' check for packed sequences answers False while a step runs.
-
-The check itself is replaced in `_compat`; here is when, and which data go with it.
-"""
+"""The option `patch_is_packed_sequence`: transformers' check for packed sequences answers False during steps."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from ._compat import never_packed
 
 @contextmanager
 def without_packed_check() -> Iterator[None]:
-    """Inside, transformers takes no sequence for packed; outside everything is as before, also after an error.
+    """Let transformers take no sequence for packed, and put the check back on leaving.
 
     Raises:
         StrategyError: this version of transformers has no such check.
@@ -34,11 +31,8 @@ def without_packed_check() -> Iterator[None]:
 def check_not_packed(microbatches: Sequence[Batch]) -> None:
     """Refuse packed data, which would be attended across its documents. Waits for the device of the data.
 
-    Args:
-        microbatches: whose `position_ids`, where they have any, are integers, (..., sequence).
-
     Raises:
-        BatchError: position ids restart; on this rank alone.
+        BatchError: position ids, integers, (..., sequence), restart; on this rank alone.
     """
     # What is no sequence of mappings is refused with the rest of the checks.
     batches = microbatches if isinstance(microbatches, Sequence) else ()
@@ -58,9 +52,5 @@ _for_good = ExitStack()
 
 @functools.cache
 def _patch_is_packed_sequence_for_training() -> None:
-    """For loops of the reference: let the check answer False for the rest of the process. Not for packed data.
-
-    Raises:
-        StrategyError: as `without_packed_check`.
-    """
+    """Let the check answer False for the rest of the process, for loops of the reference. Not for packed data."""
     _for_good.enter_context(without_packed_check())

@@ -1,7 +1,4 @@
-"""The entry point of the distribution meshwright-fsdp2: what it registers.
-
-It imports no torch before a manager is built.
-"""
+"""The entry point of meshwright-fsdp2, which imports no torch before a manager is built."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
-    """The manager of `fsdp2` on a mesh.
-
-    Raises:
-        MeshError, StrategyError, ConfigError: as `FSDP2Manager`.
-    """
+    """Build the manager of `fsdp2`."""
     from .manager import FSDP2Manager
 
     return FSDP2Manager(config, mesh)
@@ -31,7 +24,6 @@ def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    """See `meshwright.strategy.hooks`."""
     return [
         StrategySpec(
             name="fsdp2",

@@ -1,28 +1,27 @@
-"""Apply fully_shard to the units of a model, and hold what came of it.
-
-What each unit is sharded with is in `unit_options`, and which modules are units in `units`.
+"""Apply fully_shard to the units of a model, which sum gradients, gather ahead, and skip frozen backwards.
 
 [Note: sums] Gradients are reduced by plain sums ([Note: the gradient rule] in `meshwright.strategy.contract`): the
-divide factor of every unit is 1. That also keeps clear of a division that torch applies twice on groups of one rank.
+divide factor of every unit is 1. That also avoids a division that torch applies twice on groups of one rank.
+Source: FSDPModule of torch.distributed.fsdp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.model.layout import ModelLayout
 from meshwright.parallel.expert import ExpertParallel
 from meshwright.parallel.tensor import TensorParallel
 
-from . import schedule
 from ._compat import begin_at, held_after_forward, reduce_unused
-from .half_messages import HalfMessages
 from .unit_options import UnitOptions
 from .units import Unit, find_units, units_by_dtype
 
@@ -32,7 +31,7 @@ class Sharding:
     """A model's units after `fully_shard`.
 
     Attributes:
-        units: as found, innermost first, the root last; with the module that holds each one's state.
+        units: innermost first, the root last; with the module that holds each one's state.
         model: the root.
     """
 
@@ -56,7 +55,7 @@ class Sharding:
         return [(name, module) for module, name in names.items()]
 
     def prefetch(self, *, forward: int, backward: int) -> None:
-        """Gather so many units ahead in forward and in backward; see `schedule.prefetch`.
+        """Gather that many units ahead in forward and in backward, across stacks, each with the units within it.
 
         Units that blocks share are gathered where they are used.
         """
@@ -66,7 +65,13 @@ class Sharding:
             for unit, module in self.units[:-1]
             if unit.is_block
         ]
-        schedule.prefetch(self.root, blocks, forward=forward, backward=backward)
+        for chain, depth, set_prefetch in (
+            ([[self.root], *blocks], forward, FSDPModule.set_modules_to_forward_prefetch),
+            ([[self.root], *reversed(blocks)], backward, FSDPModule.set_modules_to_backward_prefetch),
+        ):
+            for index, (module, *inside) in enumerate(chain):
+                following = (each for units in chain[index + 1 : index + 1 + depth] for each in units)
+                set_prefetch(module, [*inside, *following])
 
     def reshard(self) -> None:
         """Free all gathered parameters."""
@@ -95,15 +100,11 @@ def shard_units(
     tensor_parallel: TensorParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
 ) -> Sharding:
-    """Shard `model` in place.
+    """Shard `model`, on any device, in place.
 
     Args:
-        model: on any device, meta included.
-        layout: of the model.
-        options: how units are sharded, and along which mesh.
-        with_root: whether what is left makes a unit.
-        tensor_parallel: what has been applied to the model along `tp`.
-        expert_parallel: what has been applied to it along `ep`.
+        with_root: whether what is in no other unit makes a unit.
+        tensor_parallel, expert_parallel: what has been applied to the model along `tp` and `ep`.
 
     Raises:
         ModelError: a unit has trainable parameters of several dtypes, which no modules separate.
@@ -117,7 +118,7 @@ def shard_units(
     kept_out = {parameter for parameters, _, _ in own for parameter in parameters}
     for unit in found:
         done.append((unit, _fully_shard(model, unit, options.arguments(unit, tensor_parallel), kept_out)))
-        # Behind the unit around them, which else would leave out all that their modules hold.
+        # After the unit around them, which would otherwise leave out all that their modules hold.
         for parameters, inner, around in own:
             if around is unit:
                 others = set(model.parameters()) - parameters
@@ -127,12 +128,12 @@ def shard_units(
         module.set_custom_reduce_scatter(HalfMessages())
     for unit, is_frozen in zip(found, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
-            schedule.skip_frozen_backward(model.get_submodule(unit.names[0]))
+            # torch gathers a unit before its backward even where it has none, as a frozen tower before what trains.
+            model.get_submodule(unit.names[0]).register_forward_hook(_note_gradient)
     return Sharding(tuple(done), model)
 
 
 def _of_dtype(model: nn.Module, unit: Unit) -> set[nn.Parameter]:
-    """The trainable parameters of a unit's dtype, before any is sharded."""
     modules = [model.get_submodule(name) for name in unit.names]
     return {p for module in modules for p in module.parameters() if p.requires_grad and p.dtype == unit.dtype}
 
@@ -143,13 +144,63 @@ def _fully_shard(model: nn.Module, unit: Unit, arguments: Mapping[str, Any], wit
     distinct = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
     sharded = fully_shard(distinct[0] if len(distinct) == 1 else distinct, **arguments, ignored_params=without)
     module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
-    sum_gradients(module)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
     # Ranks may use different parameters: the others count as zero in the sum.
     reduce_unused(module)
     return module
 
 
-def sum_gradients(unit: FSDPModule) -> None:
-    """Let a unit sum its gradients over ranks; see [Note: sums]."""
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
+# -- frozen units: gathered for backward only if their output requires a gradient
+
+
+def _note_gradient(unit: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(unit, FSDPModule):
+        unit.set_unshard_in_backward(_may_need_gradient(output))
+
+
+def _may_need_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if value is None or isinstance(value, bool | int | float | str):
+        return False
+    if isinstance(value, dict):
+        return any(map(_may_need_gradient, value.values()))
+    if isinstance(value, tuple | list):
+        return any(map(_may_need_gradient, value))
+    if is_dataclass(value):
+        return any(_may_need_gradient(getattr(value, each.name)) for each in fields(value))
+    # An unknown object may hold tensors.
+    return True
+
+
+class HalfMessages:
+    """A reduce-scatter for one unit whose gradients travel in bfloat16 and are summed in float32.
+
+    Each rank rounds what it sends, once, and the receiver adds up in the order of the ranks. A reduce-scatter in
+    bfloat16 would round each partial sum. Source: `ReduceScatter` of torch.distributed.fsdp.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Sum over the ranks of a group.
+
+        Args:
+            output_tensor: this rank's part, 1-D.
+            input_tensor: the parts of all ranks, one after the other.
+            op: SUM; see [Note: sums].
+            async_op: False, as FSDP calls it: on a stream of its own.
+        """
+        sent = input_tensor.to(torch.bfloat16)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        torch.sum(received.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)

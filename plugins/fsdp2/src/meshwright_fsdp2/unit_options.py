@@ -1,13 +1,13 @@
-"""What each unit of a model is sharded with: the arguments of torch's `fully_shard`.
+"""The arguments of torch's `fully_shard` for each unit of a model, from a config.
 
-Options come here once, whole, and each unit asks for its own. Which modules are units is `units`' affair, and calling
-`fully_shard` is `sharding`'s.
+The output dtype of a policy is the whole model's: on each block it would cast the residual stream back and forth. Under
+autocast it is that of the residual stream, too; see [Note: wide stream] in `forward`.
 Source: torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,15 +17,61 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.base.errors import ModelError
+from meshwright.base.errors import ModelError, StrategyError
+from meshwright.files.class_paths import instantiate
 from meshwright.mesh.mesh import Mesh
 from meshwright.parallel.tensor import TensorParallel, packed_dim
 
 from .config import FSDP2Config
-from .policies import mixed_precision, of_blocks, of_dtype, of_experts, offload, stream_dtype
 from .units import Unit
 
 _Placement: TypeAlias = "Callable[[nn.Parameter], Shard | None]"
+
+
+# -- the policies of a config, as torch's objects
+
+
+def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
+    """Return the policy of the root: the config's `mp_policy`, with its `reduce_dtype`.
+
+    Raises:
+        ConfigError: `_target_` is not on the allow-list or no policy, or an argument is wrong.
+    """
+    policy = _made(config.mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
+    sums = sums_dtype(config)
+    return policy if sums is None else replace(policy, reduce_dtype=getattr(torch, sums))
+
+
+def sums_dtype(config: FSDP2Config) -> str | None:
+    """Return the dtype in which gradients are summed: `reduce_dtype`, except bfloat16, in which they only travel."""
+    return "float32" if config.reduce_dtype == "bfloat16" else config.reduce_dtype
+
+
+def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
+    """Return the offload policy of all units on a mesh of this device.
+
+    Raises:
+        ConfigError: as `mixed_precision`.
+        StrategyError: it pins memory, where there is no accelerator to pin it for.
+    """
+    policy = _made(config.offload_policy, CPUOffloadPolicy)
+    if policy is not None and policy.pin_memory and device.type == "cpu":
+        raise StrategyError(
+            "offload_policy has pin_memory=True, but the mesh is on the CPU, where there is no accelerator to pin "
+            "memory for. Use offload_policy={pin_memory: false}, or leave it out: parameters are in CPU memory anyway."
+        )
+    return policy or OffloadPolicy()
+
+
+def _made(value: Any, expected: type) -> Any:
+    return instantiate(value, expected=expected) if isinstance(value, Mapping) else value
+
+
+def _stream_dtype(config: FSDP2Config) -> torch.dtype | None:
+    output = mixed_precision(config).output_dtype
+    if config.autocast_dtype is None or output is None:
+        return None
+    return output if output.itemsize > getattr(torch, config.autocast_dtype).itemsize else None
 
 
 @dataclass(frozen=True)
@@ -34,12 +80,10 @@ class UnitOptions:
 
     Attributes:
         mesh: one axis to shard over, or (replicate, shard).
-        mp_policy: of the root; other units get what follows from it.
-        offload_policy: of all units.
-        reshard_after_forward: as in FSDP2Config.
-        expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard); None: there are none.
+        mp_policy: of the root; the policies of other units follow from it.
+        expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard); None: no experts.
         sends_halves: whether gradients travel in bfloat16.
-        stream: dtype of the residual stream; see `policies.stream_dtype`.
+        stream: dtype of the residual stream, where it is wider than autocast's; None: unchanged.
     """
 
     mesh: DeviceMesh
@@ -52,15 +96,11 @@ class UnitOptions:
 
     @classmethod
     def of_config(cls, config: FSDP2Config, mesh: Mesh) -> UnitOptions:
-        """What a config says, on a mesh.
-
-        Args:
-            config: with the options that act on units.
-            mesh: experts have a mesh of their own where its `ep` has 2 or more ranks.
+        """Make the options that a config means on a mesh.
 
         Raises:
             ConfigError: a policy cannot be made.
-            StrategyError: the offload policy pins memory, where there is no accelerator to pin it for.
+            StrategyError: as `offload`.
         """
         shard = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"
         copies = mesh.degrees.dp_replicate > 1
@@ -74,7 +114,7 @@ class UnitOptions:
             config.reshard_after_forward,
             experts,
             config.reduce_dtype == "bfloat16",
-            stream_dtype(config),
+            _stream_dtype(config),
         )
 
     @property
@@ -83,10 +123,9 @@ class UnitOptions:
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def arguments(self, unit: Unit, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
-        """The arguments of `fully_shard` for one unit, but for the parameters that it leaves out.
+        """Return the arguments of `fully_shard` for one unit, without `ignored_params`.
 
         Args:
-            unit: of `find_units`, or split off it by `units_by_dtype`.
             tensor_parallel: what has been applied to the model along `tp`.
 
         Returns:
@@ -97,14 +136,33 @@ class UnitOptions:
             place: _Placement | None = _place_experts(mesh.shape[-1])
         else:
             mesh = self.mesh
-            place = _place_packed(mesh.shape[-1], tensor_parallel) if tensor_parallel is not None else None
+            place = _place_packed(mesh.shape[-1]) if tensor_parallel is not None else None
         return {
             "mesh": mesh,
             "reshard_after_forward": self._reshard(unit, mesh.shape[-1]),
-            "mp_policy": self._policy(unit),
+            "mp_policy": self.policy(unit),
             "offload_policy": self.offload_policy,
             "shard_placement_fn": place,
         }
+
+    def policy(self, unit: Unit) -> MixedPrecisionPolicy:
+        """Return the mixed precision of one unit."""
+        policy = self.mp_policy
+        if unit.dtype is not None:
+            # Kept as they are, and summed in `reduce_dtype` where that is no coarser.
+            sums = policy.reduce_dtype
+            if sums is not None and torch.promote_types(sums, unit.dtype) != sums:
+                sums = None
+            return MixedPrecisionPolicy(reduce_dtype=sums, cast_forward_inputs=False)
+        if unit.is_root:
+            return policy
+        if unit.is_experts:
+            # The block around them has cast their inputs.
+            return replace(policy, output_dtype=None, cast_forward_inputs=False)
+        if self.stream is not None:
+            # Inputs keep their dtype; autocast casts the operands of products.
+            return replace(policy, output_dtype=self.stream if unit.is_block else None, cast_forward_inputs=False)
+        return replace(policy, output_dtype=None)
 
     def _reshard(self, unit: Unit, shards: int) -> bool | int:
         reshard = not unit.is_last if self.reshard_after_forward is None else self.reshard_after_forward
@@ -113,23 +171,12 @@ class UnitOptions:
             return True
         return reshard
 
-    def _policy(self, unit: Unit) -> MixedPrecisionPolicy:
-        if unit.dtype is not None:
-            return of_dtype(self.mp_policy, unit.dtype)
-        if unit.is_experts:
-            return of_experts(self.mp_policy)
-        if unit.is_root:
-            return self.mp_policy
-        policy = of_blocks(self.mp_policy, self.stream)
-        return replace(policy, output_dtype=self.stream) if unit.is_block else policy
 
-
-def _place_packed(shards: int, tensor_parallel: TensorParallel) -> _Placement:
-    """Along the first dim, but for packed parts that tensor parallelism has sharded there: along another."""
+def _place_packed(shards: int) -> _Placement:
+    """Shard the first dim, but another one where tensor parallelism has sharded packed parts along the first."""
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        packed = packed_dim(parameter)
-        if packed != 0:
+        if packed_dim(parameter) != 0:
             return None
         divided = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % shards == 0]
         if not divided:
@@ -144,7 +191,7 @@ def _place_packed(shards: int, tensor_parallel: TensorParallel) -> _Placement:
 
 
 def _place_experts(shards: int) -> _Placement:
-    """Along the first dim, that of experts; where each rank of `ep` has too few, along another that can be divided."""
+    """Shard the first dim, that of experts, or another one where each rank of `ep` has too few experts."""
 
     def place(parameter: nn.Parameter) -> Shard | None:
         local = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

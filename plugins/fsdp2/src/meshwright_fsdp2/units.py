@@ -1,18 +1,16 @@
-"""Which modules are gathered together: a model's units, innermost first.
+"""Find a model's units, the modules that are gathered together, innermost first.
 
-A block is a unit, and the root holds the rest. Experts that are divided over ranks are units of their own, on a mesh of
-their own. Where blocks share parameters (one transformer block that serves several layers, say), the modules that share
-them are a unit of their own, since a parameter has one owner. A block that shares parameters with what lies outside of
-the blocks is left to the root.
+Each block is a unit, and the root holds the rest. Experts that are divided over ranks are units on a mesh of their own.
+Modules that blocks share form a unit, since a parameter has one owner. A block that shares parameters with something
+outside of the blocks is left to the root.
 
-[Note: units by dtype] A unit's gradients are reduced as one buffer, so they have one dtype. Some models keep a few
-parameters in float32 beside half precision (routers, decay rates): those of another dtype than most of their unit are a
-unit of their own, at a module within it, gathered with that module's forward.
+[Note: units by dtype] A unit's gradients are reduced as one buffer, of one dtype. Parameters of another dtype than most
+of their unit (routers or decay rates in float32) form a unit of their own, at a module within it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,10 +26,10 @@ class Unit:
 
     Attributes:
         names: of the modules; the root's is empty.
-        is_last: whether what follows in forward is their own backward.
+        is_last: whether their own backward follows on their forward.
         is_block: whether it is one block of a stack.
         is_experts: whether it lies on the expert mesh.
-        dtype: of the parameters that the unit has; None: it has all that no other unit has.
+        dtype: the unit has parameters of this dtype only; None: all parameters that no other unit has.
     """
 
     names: tuple[str, ...]
@@ -42,22 +40,19 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """Whether it holds what is in no other unit."""
         return self.names == ("",)
 
 
 def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] = ()) -> list[Unit]:
-    """The units of a model, each before those that contain it; the root comes last.
+    """Return the units of a model before sharding, each before those that contain it; the root comes last.
 
     Args:
-        model: before sharding.
-        layout: of the model.
         experts: names of modules that lie on the expert mesh.
     """
     across = [names for names in layout.tied if len({_block_of(name, layout) for name in names}) > 1]
     inside = [names for names in across if None not in {_block_of(name, layout) for name in names}]
     rooted = {_block_of(name, layout) for names in across if names not in inside for name in names}
-    shared = shared_modules(model, layout, inside)
+    shared = _shared_modules(model, layout, inside)
     taken = {name for names in shared for name in names} | rooted
     last = {stack[-1] for stack in layout.stacks}
     units = [Unit((name,), is_last=_block_of(name, layout) in last, is_experts=True) for name in experts]
@@ -68,11 +63,7 @@ def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] =
 
 
 def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, Unit]]:
-    """See [Note: units by dtype]: what has to be split off, each with the unit around it.
-
-    Args:
-        model: before sharding.
-        units: of `find_units`.
+    """Return the units that [Note: units by dtype] splits off those of `find_units`, each with the unit around it.
 
     Raises:
         ModelError: parameters of several dtypes lie in the very module of a unit, or in modules that share a unit.
@@ -94,14 +85,20 @@ def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, 
             if dtype != most:
                 places = [_place_within(model, unit, leaf, names) for leaf in sizes]
                 if None in places:
-                    raise _mixed(unit, {each: next(iter(owned)) for each, owned in owners.items()})
+                    told = " and ".join(f"{next(iter(owned))} ({each})" for each, owned in owners.items())
+                    raise ModelError(
+                        f"fsdp2 reduces the gradients of {unit.names[0] or 'the root'} together, but {told} differ in "
+                        f"dtype, and no module within it holds those of one. Convert the model to one dtype "
+                        f"(model.to(torch.float32), with mp_policy.param_dtype to compute in another), or freeze the "
+                        f"parameters of one."
+                    )
                 modules = tuple(dict.fromkeys(place for place in places if place is not None))
                 found.append((replace(unit, names=modules, dtype=dtype, is_block=False), unit))
     return found
 
 
 def _place_within(model: nn.Module, unit: Unit, parameter: str, taken: Collection[str]) -> str | None:
-    """The outermost module around a parameter that is called, lies within its unit and is none itself."""
+    """Return the outermost module within a unit that is called, holds a parameter and is no unit itself."""
     if len(unit.names) > 1:
         return None
     prefix = f"{unit.names[0]}." if unit.names[0] else ""
@@ -113,21 +110,8 @@ def _place_within(model: nn.Module, unit: Unit, parameter: str, taken: Collectio
     return None
 
 
-def _mixed(unit: Unit, examples: Mapping[torch.dtype, str]) -> ModelError:
-    told = " and ".join(f"{name} ({dtype})" for dtype, name in examples.items())
-    return ModelError(
-        f"fsdp2 reduces the gradients of {unit.names[0] or 'the root'} together, but {told} differ in dtype, and no "
-        f"module within it holds those of one. Convert the model to one dtype (model.to(torch.float32), with "
-        f"mp_policy.param_dtype to compute in another), or freeze the parameters of one."
-    )
-
-
 def separate_names(model: nn.Module, layout: ModelLayout) -> list[str]:
-    """Names of the modules that are gathered by themselves within blocks, but for experts.
-
-    Args:
-        model: before sharding.
-        layout: of the model.
+    """Return the modules other than experts that are gathered by themselves within blocks, before sharding.
 
     Raises:
         ModelError: as `units_by_dtype`.
@@ -137,13 +121,11 @@ def separate_names(model: nn.Module, layout: ModelLayout) -> list[str]:
     return [name for unit in (*shared, *(inner for inner, _ in units_by_dtype(model, units))) for name in unit.names]
 
 
-def shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The largest modules within blocks that consist of shared parameters, those that share with each other together.
+def _shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the largest modules within blocks that hold shared parameters only, grouped by what they share.
 
     Args:
-        model: before sharding.
-        layout: of the model.
-        tied: groups of parameter names, each in blocks and in more than one.
+        tied: groups of names of one parameter, each within more than one block.
     """
     all_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared_names = {name for names in tied for name in names}
@@ -160,7 +142,6 @@ def shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[s
 
 
 def _largest(parameter: str, block: str, all_names: Sequence[str], shared: set[str]) -> str:
-    """Climb from a parameter's module as long as all below is shared, up to the block."""
     module = parameter.rpartition(".")[0]
     while module != block:
         parent = module.rpartition(".")[0]

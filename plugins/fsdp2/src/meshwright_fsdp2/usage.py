@@ -1,9 +1,8 @@
-"""Which parameters a step uses, on any rank.
+"""Record which parameters a step uses, on any rank.
 
-FSDP reduces the gradients of a unit as one buffer, one behind the other. Where ranks use different parameters (experts
-chosen by the data), a missing gradient must count as zero there, or the gradients of different parameters are added up.
-Where no rank uses a parameter, it must end up without gradient, or weight decay and momentum would move it. That ranks
-leave some out is no error here; gradients themselves are FSDP's affair.
+FSDP reduces the gradients of a unit as one buffer. Where ranks use different parameters (experts chosen by the data), a
+missing gradient must count as zero, or gradients of different parameters are added up. A parameter that no rank uses
+must end up without gradient, or weight decay and momentum would move it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from meshwright.manager.ending import Findings
 
 
 class Usage:
-    """Notes which gathered parameters get a gradient.
+    """Records which gathered parameters of a sharded model get a gradient.
 
     Args:
-        model: after sharding.
         modules: those of units, each under its first name.
     """
 
@@ -38,10 +36,8 @@ class Usage:
             unit.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
 
     def _watch(self, prefix: str, unit: nn.Module, args: Any) -> None:
-        """Watch a unit's gathered parameters; FSDP keeps their objects, so once is enough for each.
-
-        Within `unshard` others may stand in their places, whole along all axes, so names do not tell.
-        """
+        # FSDP keeps the objects of gathered parameters. Within `unshard` others may be in their places, so names do not
+        # identify them.
         for name, parameter in unit.named_parameters():
             fqn = prefix + name
             if self._is_sharded(fqn, parameter) or parameter in self._watched or not parameter.requires_grad:
@@ -62,7 +58,7 @@ class Usage:
         return axes == self._axes.get(fqn, axes)
 
     def findings(self) -> Findings:
-        """After the backwards of a step: which parameters got a gradient in it on this rank."""
+        """Return which parameters got a gradient on this rank, after the backwards of a step."""
         trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
         used = [name in self._used for name in trained]
         self._used.clear()

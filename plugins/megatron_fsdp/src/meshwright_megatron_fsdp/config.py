@@ -6,7 +6,7 @@ or Megatron-Core's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
@@ -36,30 +36,8 @@ Dtype = Annotated[str, BeforeValidator(_dtype_name), WithJsonSchema({"enum": lis
 
 
 class MegatronFSDPConfig(StrategyConfig):
-    """Options of `megatron_fsdp`; the sizes of the mesh are not among them. By position they are in the reference's
-    order.
-    """
+    """Options of `megatron_fsdp` without the sizes of the mesh; by position in the reference's order."""
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "sequence_parallel",
-        "tp_plan",
-        "megatron_fsdp_unit_modules",
-        "zero_dp_strategy",
-        "init_fsdp_with_meta_device",
-        "grad_reduce_in_fp32",
-        "preserve_fp32_weights",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "check_for_nan_in_grad",
-        "average_in_collective",
-        "disable_bucketing",
-        "calculate_per_token_loss",
-        "keep_fp8_transpose_cache",
-        "nccl_ub",
-        "fsdp_double_buffer",
-        "activation_checkpointing",
-        "backend",
-    )
     sequence_parallel: bool = Field(
         default=False,
         description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
@@ -253,3 +231,9 @@ class MegatronFSDPConfig(StrategyConfig):
                 "supported. Set keep_fp8_transpose_cache=false"
             )
         return self
+
+
+# Those of the reference, which end with `backend`.
+_OWN = (*StrategyConfig.model_fields, "cp_attention")
+_NAMES = [name for name in MegatronFSDPConfig.model_fields if name not in _OWN]
+MegatronFSDPConfig.positional = tuple(_NAMES[: _NAMES.index("backend") + 1])

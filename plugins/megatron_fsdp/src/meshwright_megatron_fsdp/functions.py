@@ -1,7 +1,4 @@
-"""Megatron-FSDP for loops of one's own, on a plain DeviceMesh; the names are those of the reference.
-
-They build a `MegatronFSDPManager` and hand out what it makes; nothing else is sharded or reduced here.
-"""
+"""The reference's functions for loops of your own on a plain DeviceMesh; they build a `MegatronFSDPManager`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Train with NVIDIA's Megatron-FSDP: ZeRO 0 to 3, HSDP, on GPUs and on a CPU.
 
-The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. This module puts it to
-work: `units` finds what a unit is, `reduction` says when gradients are reduced, `shards` what lies where, and `_compat`
-holds what the package does not offer. Gradients are summed, never averaged.
-
-Tensor parallelism is core's, with plain parameters: the ranks of each data-parallel group train this rank's parts as a
-model of their own, and the package knows nothing of `tp`.
+The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. Gradients are summed,
+never averaged. Tensor parallelism is core's, with plain parameters: each data-parallel group trains this rank's parts
+as a model of its own, and the package knows nothing of `tp`.
 Source: megatron-fsdp 0.6.1, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
@@ -42,11 +39,9 @@ from ._compat.package import has_nccl_allocator, package
 from ._compat.wrapped import gathered, slots, units_without_buffer, use_sharded, wait_for_gathers
 from ._compat.wrapping import wrap
 from .config import AXES, MegatronFSDPConfig
-from .precision import find_dtypes
 from .reduction import Reduction
 from .shards import Shards
-from .standins import stand_in
-from .units import find_units
+from .units import find_dtypes, find_units, stand_in
 
 _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
@@ -91,7 +86,7 @@ class MegatronFSDPManager(DataParallelManager):
         super().__init__(config, mesh)
         package()
         mesh.check_backend(config.backend)
-        check_options(config, mesh)
+        _check_options(config, mesh)
         tell_idle_options(config, mesh, never=_WITHOUT_EFFECT)
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -159,10 +154,8 @@ class MegatronFSDPManager(DataParallelManager):
         named = self._fsdp.param_and_grad_buffer.optimizer_named_parameters
         return {parameter: parallel.divisions[name] for name, parameter in named}
 
-    # -- the contract
-
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Over the sharded parameters, DTensors. Its step waits for the reduction and drops the gradients."""
+        """Build the optimizer, whose step waits for the reduction and drops the gradients, over sharded parameters."""
         self._require_model()
         use_sharded(self._fsdp)
         optimizer = super().build_optimizer(factory)
@@ -177,12 +170,14 @@ class MegatronFSDPManager(DataParallelManager):
         self._reduction.set_last(True)
 
     def check_gradients(self) -> Findings:
-        """Wait for the reduction; see `Reduction.end`. Collective."""
         return self._reduction.end()
 
     def after_eval(self) -> None:
-        # No backward frees what forward has gathered, and a step would change the shards under it.
-        self._release()
+        # No backward frees what forward has gathered, which would be stale after a step.
+        wait_for_gathers(self._fsdp)
+        if self.config.overlap_param_gather:
+            self._fsdp.synchronize_param_gather()
+        use_sharded(self._fsdp)
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
@@ -198,7 +193,7 @@ class MegatronFSDPManager(DataParallelManager):
         self._install()
 
     def parameter_pieces(self) -> dict[str, Sharded | None]:
-        """In the dtypes in which modules compute: main weights are rounded to them, as at the end of a step."""
+        """Return pieces in the dtypes in which modules compute, to which main weights are rounded after a step."""
         pieces, named = super().parameter_pieces(), dict(self.model.named_parameters())
         return {
             name: each and replace(each, dtype=self._shards.computed_in(named[name])) for name, each in pieces.items()
@@ -209,13 +204,11 @@ class MegatronFSDPManager(DataParallelManager):
         super().drop_gradients()
         self._after_step()
 
-    # -- helpers
-
     def _before_step(self, *_: Any) -> None:
         if self._reduction.is_pending:
             self._reduction.end().tell(self.mesh.world)
             self.drop_frozen()
-            # A loop by hand: `forward_backward` has done so already.
+            # For a loop by hand: `forward_backward` has done so already.
             self.check_axes()
 
     def _after_step(self, *_: Any) -> None:
@@ -223,29 +216,13 @@ class MegatronFSDPManager(DataParallelManager):
         self._install()
 
     def _install(self) -> None:
-        """Give modules the weights that the optimizer holds."""
         self._fsdp.install_optimized_model_weights()
         if not self.config.overlap_param_gather:
             self._fsdp.start_param_sync(force_sync=True)
 
-    def _release(self) -> None:
-        """Free what has been gathered, and bring the sharded state."""
-        wait_for_gathers(self._fsdp)
-        if self.config.overlap_param_gather:
-            self._fsdp.synchronize_param_gather()
-        use_sharded(self._fsdp)
 
-
-def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
-    """Refuse options that cannot act on this mesh.
-
-    Args:
-        config: options, each of which is valid by itself.
-        mesh: with the device and the ranks along each axis.
-
-    Raises:
-        StrategyError: on all ranks alike.
-    """
+def _check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
+    """Refuse options that cannot act on this mesh, by StrategyError on all ranks alike."""
     if mesh.degrees.dp_replicate > 1 and config.zero == 0:
         raise StrategyError(
             f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="

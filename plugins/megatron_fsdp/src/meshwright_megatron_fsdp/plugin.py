@@ -1,7 +1,4 @@
-"""The entry point of the distribution meshwright-megatron-fsdp: what it registers.
-
-It imports neither torch nor NVIDIA's package before a manager is built.
-"""
+"""The entry point of meshwright-megatron-fsdp, which imports no torch before a manager is built."""
 
 from __future__ import annotations
 
@@ -21,22 +18,14 @@ if TYPE_CHECKING:
 
 
 def build(config: MegatronFSDPConfig, mesh: Mesh) -> MegatronFSDPManager:
-    """The manager of `megatron_fsdp` on a mesh.
-
-    Raises:
-        MeshError, StrategyError: as `MegatronFSDPManager`.
-    """
+    """Build the manager of `megatron_fsdp`."""
     from .manager import MegatronFSDPManager
 
     return MegatronFSDPManager(config, mesh)
 
 
 def check(config: MegatronFSDPConfig, degrees: Degrees) -> None:
-    """Refuse a pipeline, before ranks start.
-
-    Raises:
-        StrategyError: the mesh has pipeline ranks.
-    """
+    """Refuse a pipeline, before ranks start."""
     if degrees.pp > 1:
         raise StrategyError(
             f"megatron_fsdp cannot train one stage of a pipeline, but pp_size={degrees.pp}: the package reduces the "
@@ -46,7 +35,6 @@ def check(config: MegatronFSDPConfig, degrees: Degrees) -> None:
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    """See `meshwright.strategy.hooks`."""
     return [
         StrategySpec(
             name="megatron_fsdp",

@@ -1,11 +1,9 @@
-"""Gradients: when they are reduced, and what becomes of those that are missing or not finite.
+"""Start the package's reductions of gradients, and report gradients that are missing or not finite.
 
 [Note: one order] All ranks must gather and reduce in one order, also where the data decides which parameters a rank
 uses. So a unit is reduced as a whole when its backward has ended, that is, when the gradients of its inputs are there;
-what it has not used counts as zero. The rest is reduced, by name, when backward ends: what is in no unit, and units
-whose end nothing shows (no input requires a gradient).
-
-The collectives, and the buffers that they act on, are the package's.
+parameters that it has not used count as zero. Parameters in no unit, and in units without an input that requires a
+gradient, are reduced when backward ends.
 """
 
 from __future__ import annotations
@@ -38,16 +36,13 @@ from .shards import like
 
 
 class Reduction:
-    """The reduction of one model's gradients; see the module.
+    """The reduction of one model's gradients.
 
     Args:
-        fsdp: from `_compat.wrapping.wrap`, in the sharded state.
-        units: what it was wrapped with.
-        config: whether gradients are reduced during backward or in `end`, averaged, and looked at.
-        mesh: that it was wrapped with.
+        fsdp: from `_compat.wrapping.wrap` with these units and mesh, in the sharded state.
 
     Attributes:
-        is_pending: whether gradients have come that `end` has not dealt with.
+        is_pending: whether gradients have come since the last `end`.
     """
 
     def __init__(self, fsdp: Any, units: Iterable[nn.Module], config: MegatronFSDPConfig, mesh: Mesh) -> None:
@@ -80,8 +75,6 @@ class Reduction:
     def set_last(self, is_last: bool) -> None:
         """Say whether the next backward is the last one of its step, during which gradients are reduced."""
         self._fsdp.is_last_microbatch = is_last and self._config.overlap_grad_reduce
-
-    # -- hooks
 
     def _before_forward(self, *_: Any) -> None:
         self._uses.clear()
@@ -116,7 +109,7 @@ class Reduction:
         self._used.add(parameter)
 
     def _end(self, unit: nn.Module) -> None:
-        """A block may be used several times, and its parameters have their gradients after the last of them."""
+        # A block may be used several times, and its parameters have their gradients after the last of them.
         self._uses[unit] -= 1
         if self._uses[unit] > 0 or unit in self._endless:
             return
@@ -125,17 +118,13 @@ class Reduction:
             if parameter in waiting:
                 self._reduce[parameter](parameter)
 
-    # -- the end of a step
-
     def end(self) -> Findings:
         """Wait for the reduction, and put the gradients on the sharded parameters. Collective.
 
-        They are DTensors like the sharded parameters, in their dtype. All ranks have gradients of all parameters, empty
-        ones included.
+        All ranks have gradients of all parameters, DTensors like the sharded parameters, possibly empty.
 
         Returns:
-            What this rank has to tell: which parameters it has used, and which gradients are not finite, or came too
-            late to be reduced.
+            Which parameters this rank has used, and which gradients are not finite, or came too late to be reduced.
         """
         fsdp = self._fsdp
         if not self._config.overlap_grad_reduce:
@@ -175,7 +164,6 @@ _AFTER = "holds a NaN or infinity"
 
 
 def _error(late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]) -> MeshwrightError | None:
-    """What is wrong on this rank, where flags have these values."""
     found = {
         what: [name for (name, each), value in zip(flags, values, strict=True) if value and each == what]
         for what in (_BEFORE, _AFTER)
@@ -195,13 +183,12 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _fill(parameter: nn.Parameter) -> None:
-    """Give a gradient of zeros to what has none: its values are not used here, or this rank's part is empty."""
+    """Give zeros to a parameter without gradient: it is not used here, or this rank's part is empty."""
     if parameter.grad is None and isinstance(parameter, DTensor):
         parameter.grad = like(parameter, torch.zeros_like(parameter.detach().to_local()))
 
 
 def _is_wrong(gradient: Tensor) -> Tensor:
-    """Whether this rank's part holds a NaN or infinity; a scalar on its device."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return ~local.isfinite().all()
 

@@ -1,8 +1,7 @@
-"""Whole tensors out of Megatron-FSDP's shards, and back.
+"""Whole tensors out of Megatron-FSDP's shards, and back, for states, checkpoints and norms.
 
-A unit's parameters lie one behind the other in one buffer, which is cut into equal parts, so that a rank may hold all
-rows of a parameter, some, or none. Under tensor parallelism, what lies in the buffer is this rank's part of them.
-Training needs nothing of this: it is for states, checkpoints and norms.
+The package lays a unit's parameters one after the other in one buffer and cuts it into equal parts, so that a rank may
+hold all rows of a parameter, some, or none. Under tensor parallelism the buffer holds this rank's part of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ._compat.wrapped import Slot
 
 
 class Shards(Parts):
-    """See `Parts`, for a sharded parameter or what has its shape (a gradient, optimizer state).
+    """The parts of a sharded parameter, or of a tensor of its shape (a gradient, optimizer state); see `Parts`.
 
     Args:
         slots: by the sharded parameter.
@@ -37,7 +36,6 @@ class Shards(Parts):
         self._divisions: Mapping[Tensor, Division] = dict(divisions or {})
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """In the whole parameter's shape and `value`'s dtype, on every rank; a plain tensor as it is. Collective."""
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(value, DTensor):
             return whole_tensor(value)
@@ -53,10 +51,7 @@ class Shards(Parts):
         return part if division is None else division.whole(part)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """A DTensor like the parameter, in `whole`'s dtype, around a copy of this rank's elements.
-
-        What has not the shape of the whole parameter stays as it is. No communication.
-        """
+        """Copy this rank's elements into a DTensor like the parameter, in `whole`'s dtype. No communication."""
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != whole.shape:
             return whole
@@ -67,18 +62,16 @@ class Shards(Parts):
         return like(parameter, local)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        """The parameter's before tensor parallelism has divided it, for what has its shape now."""
+        """Return the parameter's shape before tensor parallelism, for what has its shape now."""
         division = self._divisions.get(parameter)
         return division.shape if division is not None and value.shape == parameter.shape else value.shape
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A DTensor like the parameter, of another dtype and with any values."""
         if not isinstance(parameter, DTensor):
             return super().empty(parameter, dtype)
         return like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
-        """Rectangles of the parameter before tensor parallelism has divided it, as views of this rank's memory."""
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(value, DTensor):
             return tensor_pieces(value)
@@ -91,12 +84,12 @@ class Shards(Parts):
         return pieces if division is None else division.pieces(pieces, parameter.shape)
 
     def computed_in(self, parameter: Tensor) -> torch.dtype:
-        """The dtype in which modules compute with a parameter, whatever is trained of it."""
+        """Return the dtype in which modules compute with a parameter, whatever is trained of it."""
         slot = self._slots.get(parameter)
         return parameter.dtype if slot is None else slot.dtype
 
     def groups(self, parameter: Tensor) -> Groups:
-        """The ranks that share its buffer, and those of `tp`, as far as each divides it."""
+        """Return the ranks that share its buffer, and those of `tp`, as far as each divides it."""
         slot, division = self._slots[parameter], self._divisions.get(parameter)
         along_dp = (slot.group,) if slot.group is not None else ()
         along_tp = (division.mesh.get_group(),) if division is not None and division.is_sharded else ()
@@ -104,12 +97,7 @@ class Shards(Parts):
 
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the parameter's kind around another local tensor.
-
-    Args:
-        parameter: whose mesh, placements, shape and strides it gets.
-        local: this rank's part, in the shape of the parameter's and of any dtype.
-    """
+    """Make a DTensor of the parameter's mesh, placements and shape around a local part of any dtype."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,

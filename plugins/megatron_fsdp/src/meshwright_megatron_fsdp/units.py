@@ -1,23 +1,27 @@
-"""The units: modules that are gathered and reduced as one. What is in no unit, the package puts into buckets."""
+"""Prepare a model before it is wrapped: its units, the dtypes to train in, and stand-ins for the meta device."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from meshwright.base.errors import ModelError
 from meshwright.model.layout import ModelLayout
+from meshwright.model.weights import materialize, replace_parameters
+
+from ._compat.wrapping import Dtypes
+from .config import MegatronFSDPConfig
 
 
 def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | None) -> list[nn.Module]:
-    """The modules of the named classes, or the model's blocks, each once, in the order of the model.
+    """Return the modules that are gathered and reduced as one each: those of the named classes, or the blocks.
 
     Args:
-        model: before it is wrapped.
-        layout: of the model.
-        classes: names or full paths, matched against the classes of the model's modules; nothing is imported. The
-            model's own class means the whole model: nothing in it is a unit of its own.
+        classes: names or full paths of classes of the model's modules; nothing is imported. The model's own class
+            means the whole model: nothing in it is a unit.
 
     Raises:
         ModelError: a class has no module in the model.
@@ -41,3 +45,64 @@ def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | N
 
 def _names(cls: type) -> tuple[str, str]:
     return cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
+
+
+def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Dtypes:
+    """Return the dtypes to accumulate, send and train in; at least one parameter of the model trains.
+
+    Raises:
+        ModelError: a dtype is coarser than the parameters, or the parameters' own do not go together.
+    """
+    used = {parameter.dtype for parameter in model.parameters()}
+    if {torch.float64, torch.float16} <= used:
+        raise ModelError(
+            "the model has parameters in float64 and in float16, which Megatron-FSDP cannot hold together. "
+            "Convert one of them."
+        )
+    of_model = functools.reduce(torch.promote_types, (p.dtype for p in model.parameters() if p.requires_grad))
+    at_least_fp32 = torch.promote_types(of_model, torch.float32)
+    main_params = _dtype(config.main_params_dtype) or (at_least_fp32 if config.preserve_fp32_weights else None)
+    main_grads = (
+        _dtype(config.main_grads_dtype)
+        or _dtype(config.reduce_dtype)
+        or (at_least_fp32 if config.grad_reduce_in_fp32 else None)
+    )
+    for option, dtype in (("main_params_dtype", main_params), ("main_grads_dtype", main_grads)):
+        if dtype is not None and torch.promote_types(dtype, of_model) != dtype:
+            raise ModelError(
+                f"{option}={str(dtype).removeprefix('torch.')} is coarser than the model's parameters ({of_model}). "
+                f"Leave {option} out, or give a wider one."
+            )
+    if main_grads not in (None, of_model) and main_params is None:
+        # A parameter takes gradients of its own dtype only; the main copy's are cast to it.
+        main_params = of_model
+    return Dtypes(main_params, main_grads, _dtype(config.grad_comm_dtype))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) -> None:
+    """Replace parameters on the meta device in place; tied parameters stay tied.
+
+    The package copies each parameter into its buffers when it wraps a model, and drops it. So until the shards get
+    their values, a stand-in of the same shape is enough.
+
+    Args:
+        without_memory: parameters are views of one element each, to be copied and never written to.
+    """
+
+    def made(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_meta:
+            return parameter
+        if without_memory:
+            value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        else:
+            value = torch.empty_like(parameter, device=device)
+        other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        other.__dict__.update(parameter.__dict__)
+        return other
+
+    replace_parameters(model, made)
+    materialize(model, device)

@@ -1,4 +1,4 @@
-"""Hand things on in a thread of its own, so that no server holds up the run."""
+"""Send items in a thread, so that no server delays the run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ ItemT = TypeVar("ItemT")
 
 
 class Background(Generic[ItemT]):
-    """Sends what it is given, in order.
+    """Sends items in order.
 
     Args:
-        send: called in the thread, with everything that waits; what it raises is raised by the next `put` or `finish`.
+        send: called in the thread, with all waiting items; the next `put` or `finish` raises its errors.
         name: of the thread.
     """
 
@@ -24,16 +24,12 @@ class Background(Generic[ItemT]):
         self._is_finishing = False
         self._error: Exception | None = None
         self._has_failed = False
-        # One that hangs is not to keep the process from ending.
+        # A daemon, so that a hanging send does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def put(self, *items: ItemT) -> None:
-        """Have items sent.
-
-        Raises:
-            Exception: that sending earlier ones has met; once, and from then on nothing is sent.
-        """
+        """Add items. Raises the error of sending earlier ones, once; after that nothing is sent."""
         with self._changed:
             self._raise_error()
             if self._has_failed:
@@ -42,12 +38,7 @@ class Background(Generic[ItemT]):
             self._changed.notify()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until everything is sent.
-
-        Raises:
-            Exception: as `put`.
-            TimeoutError: it takes longer.
-        """
+        """Wait until everything is sent. Raises as `put`, or TimeoutError."""
         with self._changed:
             self._is_finishing = True
             self._changed.notify()

@@ -1,8 +1,4 @@
-"""A run of MLflow, found again by a tag that holds the id of ours.
-
-Values are sent in a thread, everything that waits at once: a server may take its time, or go away.
-Source: mlflow.MlflowClient.
-"""
+"""A run of MLflow; source: mlflow.MlflowClient."""
 
 from __future__ import annotations
 
@@ -38,11 +34,7 @@ _Item: TypeAlias = "Metric | RunTag | str"
 
 
 class MLflow(Tracker):
-    """See the module.
-
-    Args:
-        config: options.
-        run: to log.
+    """A run of MLflow, found again by a tag that holds the id of ours; values are sent in a thread.
 
     Raises:
         OSError: nothing answers at `tracking_uri`.
@@ -85,7 +77,7 @@ class MLflow(Tracker):
 
 
 def _reach(uri: str) -> None:
-    """Raises OSError where no server answers; the client itself would try for minutes."""
+    """Raise OSError where no server answers; the client itself would try for minutes."""
     if not uri.startswith(("http://", "https://")):
         return
     parts = urllib.parse.urlsplit(uri)
@@ -100,7 +92,6 @@ def _reach(uri: str) -> None:
 
 
 def _experiment(client: Any, config: MLflowConfig, directory: Path) -> str:
-    """Its id."""
     found = client.get_experiment_by_name(config.experiment)
     if found is not None:
         return str(found.experiment_id)
@@ -110,7 +101,6 @@ def _experiment(client: Any, config: MLflowConfig, directory: Path) -> str:
 
 
 def _found_or_made(client: Any, experiment: str, config: MLflowConfig, run: RunInfo) -> str:
-    """The id of MLflow's run."""
     tags = {RUN_ID_TAG: run.id, **config.tags}
     found = client.search_runs([experiment], f"tags.`{RUN_ID_TAG}` = '{run.id}'", max_results=1)
     if not found:
@@ -122,7 +112,7 @@ def _found_or_made(client: Any, experiment: str, config: MLflowConfig, run: RunI
 
 
 def _give_parameters(client: Any, run_id: str, run: RunInfo) -> None:
-    """A parameter of MLflow never changes: one that is another in a run that goes on becomes a tag."""
+    """Log parameters, which never change in MLflow: one that differs in a resumed run becomes a tag."""
     known = client.get_run(run_id).data.params
     wanted = {_key(name): str(value)[:_PARAM_LENGTH] for name, value in parameters(run).items()}
     missing = [Param(name, value) for name, value in wanted.items() if name not in known]
@@ -134,5 +124,5 @@ def _give_parameters(client: Any, run_id: str, run: RunInfo) -> None:
 
 
 def _key(name: str) -> str:
-    """A name that MLflow takes: what it does not allow is told by its number."""
+    """Replace the characters that MLflow refuses by their numbers."""
     return re.sub(r"[^\w\-. :/]", lambda match: f"_{ord(match[0]):x}_", name, flags=re.ASCII)

@@ -1,16 +1,64 @@
-"""The entry point of the distribution meshwright-trackers: what it registers.
-
-No library of a tracker is imported before it is built.
-"""
+"""The entry point of meshwright-trackers, which imports no library of a tracker before it is built."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from meshwright.base.errors import ConfigError
 from meshwright.events.run import RunInfo, TrackerSpec
 from meshwright.strategy.hooks import hookimpl
 
 from .config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from .libraries import Library
 from .tracker import Tracker
+
+
+@dataclass(frozen=True)
+class Library:
+    """The library of a tracker.
+
+    Attributes:
+        tracker: its name, which is also that of the extra.
+        distributions: any of which brings the library.
+        modules: all of which must be importable.
+        at_least: major and minor version.
+    """
+
+    tracker: str
+    distributions: tuple[str, ...]
+    modules: tuple[str, ...]
+    at_least: tuple[int, int]
+
+    def check(self) -> None:
+        """Raise ConfigError where it is missing or too old, without importing it."""
+        remedy = (
+            f"Install it from a clone of meshwright with: pip install -c constraints.txt -e "
+            f"'plugins/trackers[{self.tracker}]', or leave {self.tracker} out of trackers."
+        )
+        missing = [name for name in self.modules if find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"tracker {self.tracker!r} needs {', '.join(missing)}, which is not installed. {remedy}")
+        found = next((found for name in self.distributions if (found := _version(name)) is not None), None)
+        if found is not None and _major_minor(found) < self.at_least:
+            needed = ".".join(map(str, self.at_least))
+            raise ConfigError(f"tracker {self.tracker!r} needs version {needed} or later, not {found}. {remedy}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _major_minor(text: str) -> tuple[int, int]:
+    major, minor, *_ = (*text.split("."), "0")
+    return int(major), int(minor) if minor.isdecimal() else 0
+
 
 TENSORBOARD = Library("tensorboard", ("tensorboard",), ("tensorboard",), (2, 20))
 WANDB = Library("wandb", ("wandb",), ("wandb",), (0, 31))
@@ -19,64 +67,33 @@ MLFLOW = Library("mlflow", ("mlflow-skinny", "mlflow"), ("mlflow", "sqlalchemy",
 TRACKIO = Library("trackio", ("trackio",), ("trackio",), (0, 43))
 
 
-def build_tensorboard(config: TensorBoardConfig, run: RunInfo) -> Tracker:
-    """Event files of TensorBoard."""
-    from .tensorboard import TensorBoard
+def _builder(module: str, name: str) -> Callable[[Any, RunInfo], Tracker]:
+    def build(config: Any, run: RunInfo) -> Tracker:
+        tracker: Tracker = getattr(importlib.import_module(f".{module}", __package__), name)(config, run)
+        return tracker
 
-    return TensorBoard(config, run)
-
-
-def build_wandb(config: WandbConfig, run: RunInfo) -> Tracker:
-    """A run of Weights & Biases."""
-    from .wandb import WeightsAndBiases
-
-    return WeightsAndBiases(config, run)
+    return build
 
 
-def build_mlflow(config: MLflowConfig, run: RunInfo) -> Tracker:
-    """A run of MLflow."""
-    from .mlflow import MLflow
-
-    return MLflow(config, run)
-
-
-def build_trackio(config: TrackioConfig, run: RunInfo) -> Tracker:
-    """A run of trackio."""
-    from .trackio import Trackio
-
-    return Trackio(config, run)
+build_tensorboard = _builder("tensorboard", "TensorBoard")
+build_wandb = _builder("wandb", "WeightsAndBiases")
+build_mlflow = _builder("mlflow", "MLflow")
+build_trackio = _builder("trackio", "Trackio")
 
 
 @hookimpl
 def register_trackers() -> list[TrackerSpec]:
-    """See `meshwright.strategy.hooks`."""
     return [
-        TrackerSpec(
-            name="tensorboard",
-            summary="Event files, which TensorBoard shows.",
-            config_cls=TensorBoardConfig,
-            build=build_tensorboard,
-            check=lambda config: TENSORBOARD.check(),
-        ),
-        TrackerSpec(
-            name="wandb",
-            summary="Weights & Biases, online or offline.",
-            config_cls=WandbConfig,
-            build=build_wandb,
-            check=lambda config: WANDB.check(),
-        ),
-        TrackerSpec(
-            name="mlflow",
-            summary="MLflow: a server, or a store in a file.",
-            config_cls=MLflowConfig,
-            build=build_mlflow,
-            check=lambda config: MLFLOW.check(),
-        ),
-        TrackerSpec(
-            name="trackio",
-            summary="trackio: a local file, a Space of the Hugging Face Hub, or a server.",
-            config_cls=TrackioConfig,
-            build=build_trackio,
-            check=lambda config: TRACKIO.check(),
-        ),
+        TrackerSpec(library.tracker, summary, config_cls, build, lambda config, library=library: library.check())
+        for library, summary, config_cls, build in (
+            (TENSORBOARD, "Event files, which TensorBoard shows.", TensorBoardConfig, build_tensorboard),
+            (WANDB, "Weights & Biases, online or offline.", WandbConfig, build_wandb),
+            (MLFLOW, "MLflow: a server, or a store in a file.", MLflowConfig, build_mlflow),
+            (
+                TRACKIO,
+                "trackio: a local file, a Space of the Hugging Face Hub, or a server.",
+                TrackioConfig,
+                build_trackio,
+            ),
+        )
     ]

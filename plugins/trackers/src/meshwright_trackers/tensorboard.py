@@ -1,8 +1,4 @@
-"""Event files of TensorBoard, with the run file as text and as hyperparameters.
-
-Where a run goes on, a new event file says from which step on what was logged before is void.
-Source: tensorboard.summary.writer; [event.proto] SessionLog.START; tensorboard.plugins.hparams.
-"""
+"""Event files of TensorBoard; source: tensorboard.summary.writer, event.proto, tensorboard.plugins.hparams."""
 
 from __future__ import annotations
 
@@ -34,11 +30,9 @@ _FLUSH_S = 10
 
 
 class TensorBoard(Tracker):
-    """See the module.
+    """Event files of TensorBoard, with the run file as text and as hyperparameters.
 
-    Args:
-        config: options.
-        run: to log.
+    The file of a resumed run says from which step on earlier events are void.
     """
 
     def __init__(self, config: TensorBoardConfig, run: RunInfo) -> None:
@@ -83,7 +77,6 @@ def _text(name: str, text: str) -> Summary.Value:
 
 
 def _table(values: Mapping[str, object]) -> str:
-    """In Markdown."""
     rows = [f"| {name} | {_shown(value)} |" for name, value in values.items()]
     return "\n".join(["| key | value |", "|---|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""What the trackers have in common: an observer that hands on numbers, notes and the end of a run."""
+"""The base of the trackers: an observer that forwards numbers, notes and the end of a run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from .metrics import checkpoint_metrics, outcome, step_metrics
 
 
 class Tracker(ABC):
-    """An observer on the first rank of a run. Its making opens the run of its library, or goes on with it."""
+    """An observer on the first rank of a run, whose constructor opens or resumes the run of its library.
+
+    Args:
+        config: options of the tracker.
+        run: the run to log.
+    """
 
     _has_ended = False
 
     @abstractmethod
     def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
-        """Take numbers of a step.
-
-        Args:
-            values: by names that all trackers share; may be infinite or NaN.
-            ended: when they were known [s since 1970].
-        """
+        """Log numbers of a step by name, possibly infinite or NaN, known at `ended` [s since 1970]."""
 
     @abstractmethod
     def note(self, name: str, text: str, *, step: int) -> None:
-        """Take a text, of which the last of its name matters most."""
+        """Log a text; the last one of a name matters most."""
 
     @abstractmethod
     def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
-        """Take how the run has ended, and see that all is where it is to be kept."""
+        """Log how the run has ended, and store everything."""
 
     def close(self) -> None:
-        """End as failed if the end was not told."""
+        """End the run as failed if its end was not reported."""
         if not self._has_ended:
             self._has_ended = True
             self.end("failed", {})

@@ -1,7 +1,4 @@
-"""A run of trackio, found again by its name, which holds a part of the id of ours.
-
-Source: trackio.init, Run.log, Run.alert.
-"""
+"""A run of trackio; source: trackio.init, Run.log, Run.alert."""
 
 from __future__ import annotations
 
@@ -17,15 +14,10 @@ from .tracker import Tracker
 
 
 class Trackio(Tracker):
-    """See the module.
-
-    Args:
-        config: options.
-        run: to log.
-    """
+    """A run of trackio, found again by its name, which holds a part of the id of ours."""
 
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
-        # Another run may have had a name that was chosen, but not one with an id.
+        # Another run may have a chosen name, but not one with our id.
         goes_on = config.name is None or run.start > 0
         self._run = trackio.init(
             project=config.project,

@@ -1,7 +1,4 @@
-"""A run of Weights & Biases, under the id of ours, so that a run that goes on is the same there.
-
-Source: wandb.init, Run.log, Run.mark_preempting.
-"""
+"""A run of Weights & Biases; source: wandb.init, Run.log, Run.mark_preempting."""
 
 from __future__ import annotations
 
@@ -17,12 +14,7 @@ from .tracker import Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """See the module.
-
-    Args:
-        config: options.
-        run: to log.
-    """
+    """A run of Weights & Biases under the id of ours, so that a resumed run is the same there."""
 
     def __init__(self, config: WandbConfig, run: RunInfo) -> None:
         self._run = wandb.init(
@@ -38,10 +30,10 @@ class WeightsAndBiases(Tracker):
             id=run.id,
             resume="allow",
             reinit="create_new",
-            # What a rank writes is the terminal's; and a run is not to be known as that of the launcher's file.
+            # Ranks write to the terminal themselves, and the run is not to be named after the launcher's file.
             settings=wandb.Settings(console="off"),
         )
-        # A run that goes on may do so with other options.
+        # A run may be resumed with other options.
         self._run.config.update(parameters(run), allow_val_change=True)
 
     def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:

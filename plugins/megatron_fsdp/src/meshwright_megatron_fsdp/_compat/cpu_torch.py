@@ -1,13 +1,11 @@
-"""What the package's modules see of torch: that of a CPU, and one more dtype.
+"""Replace `torch` inside the package's modules: on a CPU, and for float64 buffers.
 
-[Note: torch on a CPU] The package calls torch.cuda for streams and events and to name its device. On a CPU mesh the
-name `torch` inside four of its modules stands for an object that answers these from torch.cpu and hands everything else
-on to torch. torch itself, and everyone else's view of it, stays as it is, and the name is put back when the last
-manager goes. On a GPU nothing is replaced.
+[Note: torch on a CPU] The package calls torch.cuda for streams, events and its device. On a CPU mesh the name `torch`
+inside four of its modules means an object that answers these calls from torch.cpu and passes everything else on to
+torch. The name is restored when the last manager goes. On a GPU nothing is replaced.
 
-There, collectives that the package does not wait for at once are done when they return. It drops the tensors that it
-gives them while they run, which streams of a GPU allow for; gloo works in a thread of its own, and torch knows of a
-race between that and Python's deallocation (pytorch/pytorch#75529).
+Asynchronous collectives of the package end before they return there. It drops their tensors while they run, which a
+GPU's streams allow; gloo works in a thread of its own, which races with deallocation (pytorch/pytorch#75529).
 """
 
 from __future__ import annotations
@@ -40,11 +38,10 @@ class _CpuStream(torch.cpu.Stream):
 
 
 class _CpuAsCuda:
-    """What the package calls of torch.cuda, on a CPU. Other names are missing, so that a new call shows.
+    """The names of torch.cuda that the package uses; others are missing, so that a new call fails.
 
     Args:
-        device: what `current_device` answers; the package uses it as a device in one module, and to format one in
-            the others.
+        device: what `current_device` returns: a device for one module, a number to format one for the others.
     """
 
     Stream = _CpuStream
@@ -86,7 +83,6 @@ class _Done:
 
 
 def _waited_for(collective: Callable[..., Any]) -> Callable[..., _Done | None]:
-    """A collective of torch.distributed that is done when it returns; `async_op` chooses what it returns alone."""
 
     @functools.wraps(collective)
     def call(*args: Any, async_op: bool = False, **options: Any) -> _Done | None:
@@ -98,10 +94,7 @@ def _waited_for(collective: Callable[..., Any]) -> Callable[..., _Done | None]:
 
 @contextmanager
 def _coalesced(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[_Done]:
-    """In place of torch's `_coalescing_manager`: on a CPU each collective is done when it returns.
-
-    gloo takes tensors of one dtype together, where NCCL takes those of any.
-    """
+    """Replace torch's `_coalescing_manager`, under which gloo takes tensors of one dtype only."""
     yield _Done()
 
 
@@ -129,13 +122,10 @@ _cpu_users = 0
 
 
 def hold_cpu_torch(owner: object) -> weakref.finalize[..., Any]:
-    """Keep [Note: torch on a CPU] in place as long as `owner` lives, or until what is returned is called.
-
-    Args:
-        owner: what needs it; it takes weak references.
+    """Apply [Note: torch on a CPU] as long as `owner`, which takes weak references, lives.
 
     Returns:
-        A function without arguments, which lets go; called again, it does nothing.
+        A function that ends it earlier; called again, it does nothing.
 
     Raises:
         StrategyError: as `package`.
@@ -165,10 +155,10 @@ def _replace(module: Any, torch_: Any, coalescing_manager: Any) -> None:
 
 @contextmanager
 def float64_buffers() -> Iterator[None]:
-    """While a model is wrapped: buffers of gradients for float64, too.
+    """Let the package make float64 gradient buffers while it wraps a model.
 
-    The package counts their sizes in a table of float32, float16 and bfloat16 and fails with a KeyError for others, so
-    float16 stands for float64 there. Such a model has no parameters in float16, as `precision.find_dtypes` sees to.
+    Its table of buffer sizes has float32, float16 and bfloat16 only, so float16 means float64 there. Such a model has
+    no parameters in float16; see `units.find_dtypes`.
     """
     module = submodule("param_and_grad_buffer")
     before = module.torch

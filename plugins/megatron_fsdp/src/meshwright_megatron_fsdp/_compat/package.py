@@ -1,8 +1,4 @@
-"""The package megatron-fsdp itself: which version is installed, and its modules.
-
-Its internals change between minor versions, so others than those that were tried are refused. What is done with its
-modules is the affair of the other files here.
-"""
+"""The package megatron-fsdp: its modules, and its version, since its internals change between minor versions."""
 
 from __future__ import annotations
 
@@ -19,14 +15,7 @@ TESTED = ((0, 6, 1), (0, 7))
 
 
 def check_version(version: str) -> None:
-    """Refuse versions of megatron-fsdp that are not known to work.
-
-    Args:
-        version: as in the package's metadata, "0.6.1" or "0.6.1+local", say.
-
-    Raises:
-        StrategyError: below the first of `TESTED`, or from the second on.
-    """
+    """Refuse versions such as "0.6.0" or "0.7.0+local", outside of `TESTED`, by StrategyError."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     if not TESTED[0] <= numbers < TESTED[1]:
         raise StrategyError(
@@ -37,11 +26,7 @@ def check_version(version: str) -> None:
 
 @functools.cache
 def package() -> Any:
-    """The module `megatron_fsdp`.
-
-    Raises:
-        StrategyError: it is not installed, or in a version that is not known to work.
-    """
+    """Import `megatron_fsdp`; StrategyError if it is missing or of a version that is not known to work."""
     try:
         check_version(importlib.metadata.version("megatron-fsdp"))
         with warnings.catch_warnings():
@@ -56,18 +41,11 @@ def package() -> Any:
 
 
 def submodule(name: str) -> Any:
-    """A module inside the package; none of them is public.
-
-    Args:
-        name: there, without `megatron_fsdp.`.
-
-    Raises:
-        StrategyError: as `package`.
-    """
+    """Import a private module of the package, by its name without `megatron_fsdp.`; raises as `package`."""
     package()
     return importlib.import_module(f"megatron_fsdp.{name}")
 
 
 def has_nccl_allocator() -> bool:
-    """Whether megatron-fsdp has found an allocator for nccl_ub; it fails by an assertion without one."""
+    """Return whether megatron-fsdp has found an allocator for nccl_ub; it fails by an assertion without one."""
     return getattr(submodule("param_and_grad_buffer"), "nccl_allocator", None) is not None

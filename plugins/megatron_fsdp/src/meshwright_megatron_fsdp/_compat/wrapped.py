@@ -1,11 +1,8 @@
-"""What a wrapped model does beyond its public calls: its states, what it has gathered, its shards, its backward.
+"""Private calls of a wrapped model, `fsdp`, which `wrapping.wrap` returns.
 
-[Note: two states] A wrapped model holds either its raw parameters, which modules compute with (freed where they are
+[Note: two states] A wrapped model holds either its raw parameters, with which modules compute (freed where they are
 sharded), or its sharded ones: DTensors that the optimizer trains. Forward brings the raw state, the end of a step the
 sharded one.
-
-A value named `fsdp` here is what `wrapping.wrap` returns. When its gradients are reduced is not decided here, but in
-`meshwright_megatron_fsdp.reduction`.
 """
 
 from __future__ import annotations
@@ -27,17 +24,17 @@ from .package import submodule
 
 
 def use_raw(fsdp: Any) -> None:
-    """Bring the raw state; see [Note: two states]. No public call does just this."""
+    """Bring the raw state; see [Note: two states]."""
     fsdp._replace_param_with_raw_if_needed()
 
 
 def use_sharded(fsdp: Any) -> None:
-    """Bring the sharded state; see [Note: two states]. No public call does just this."""
+    """Bring the sharded state; see [Note: two states]."""
     fsdp._replace_param_with_distributed_if_needed()
 
 
 def wait_for_gathers(fsdp: Any) -> None:
-    """Wait for what was gathered ahead and not used; the package does, too, but warns of it."""
+    """Wait for what was gathered ahead and not used, of which the package would warn."""
     pipeline = fsdp.all_gather_pipeline
     for bucket, bwd in list(pipeline.param_gather_event_map):
         pipeline.wait_bucket_ready(bucket, bwd)
@@ -45,11 +42,11 @@ def wait_for_gathers(fsdp: Any) -> None:
 
 @contextmanager
 def gathered(fsdp: Any) -> Iterator[None]:
-    """All parameters whole, in the raw state; forwards inside the context gather and free nothing. Collective.
+    """Hold all parameters whole, in the raw state; forwards inside gather and free nothing. Collective.
 
-    `start_param_sync`, which is public, leaves out the gathering over dp_replicate that outer sharding needs, and what
-    it has gathered goes with the first forward. Double buffers hold two units, so others take their place. Its hooks
-    look up every parameter that they meet; inside, other ones may stand in the modules.
+    The public `start_param_sync` does not gather over dp_replicate, as outer sharding needs, and the first forward
+    frees what it has gathered. Double buffers hold two units, so others take their place. The package's hooks look up
+    every parameter that they meet, and inside there may be others in the modules.
     """
     use_raw(fsdp)
     pipeline, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
@@ -92,10 +89,7 @@ def _unlimited_buffers(fsdp: Any) -> Iterator[None]:
 
 
 def units_without_buffer(fsdp: Any) -> tuple[int, int]:
-    """How many units use no double buffer though `fsdp_double_buffer` is on, and how many units there are.
-
-    The buffers have the shapes and dtypes of the largest set of equal units.
-    """
+    """Return how many units do not fit the double buffers, shaped for most of them, and how many units there are."""
     buffer = fsdp.param_and_grad_buffer
     units = {group.fsdp_unit_id for group in buffer.parameter_groups} - {None}
     pools = (buffer.weight_alloc, buffer.main_grad_alloc)
@@ -111,9 +105,9 @@ class Slot:
     """What a rank holds of a parameter.
 
     Attributes:
-        start, end: of its elements, in the flattened parameter.
+        start, end: its elements of the flattened parameter.
         group: the ranks that share the parameter; None: each has all of it.
-        dtype: in which modules compute with it, to which what is trained is rounded.
+        dtype: in which modules compute with it.
     """
 
     start: int
@@ -123,10 +117,9 @@ class Slot:
 
 
 def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
-    """The slot of each sharded parameter.
+    """Return the slot of each sharded parameter.
 
-    DTensor's own `full_tensor` takes shards for even ones, and fails; the package's function for it gathers tensors of
-    unequal sizes, which gloo refuses.
+    DTensor's `full_tensor` expects even shards; the package's function gathers unequal sizes, which gloo refuses.
     """
     buffer = fsdp.param_and_grad_buffer
     sharded = dict(buffer.optimizer_named_parameters)
@@ -147,24 +140,24 @@ def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
 
 
 def in_backward(fsdp: Any) -> bool:
-    """Whether a backward has begun and not ended; no public name says so."""
+    """Return whether a backward has begun and not ended."""
     return bool(fsdp._root_pre_backward_hook_issued)
 
 
 def begin_backward(fsdp: Any) -> None:
-    """What must run before the first gradient of a backward, and lets the package end it; again: nothing.
+    """Begin a backward before its first gradient, so that the package ends it; does nothing when called again.
 
     The package finds this moment by the output of the model, if that is a tensor or tuple, which those of Hugging Face
-    models are not, or else of the last submodule, which may not run. `pre_backward`, which is public, has the function.
+    models are not, or else of the last submodule, which may not run.
     """
     fsdp.pre_backward.func(None)
 
 
 def take_gradient_hooks(fsdp: Any) -> dict[nn.Parameter, Callable[[nn.Parameter], None]]:
-    """Remove the hooks by which the package accumulates and reduces each raw parameter's gradient; by parameter.
+    """Remove and return the hooks by which the package accumulates and reduces each raw parameter's gradient.
 
     It reduces a unit as soon as its last gradient has come, so ranks that use different parameters would reduce, and
-    gather, in different orders. The package keeps handles, under names that tied weights share, and no functions.
+    gather, in different orders.
     """
     hooks: dict[nn.Parameter, Callable[[nn.Parameter], None]] = {}
     for parameter in fsdp.raw_param.values():
@@ -176,13 +169,11 @@ def take_gradient_hooks(fsdp: Any) -> dict[nn.Parameter, Callable[[nn.Parameter]
 
 
 def awaited(fsdp: Any) -> set[nn.Parameter]:
-    """The raw parameters whose gradients this backward has not dealt with yet; no public name says so."""
+    """Return the raw parameters whose gradients this backward has not dealt with yet."""
     waiting: set[nn.Parameter] = fsdp._params_require_handle_grad
     return waiting
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested containers, in order; those of transformers included, which register with this private
-    module.
-    """
+    """Return the tensors in nested containers, including those that transformers registers with this private module."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

@@ -1,7 +1,4 @@
-"""How a model is wrapped: units chosen one by one, sizes and dtypes that the package's shorter calls leave out.
-
-What a wrapped model does afterwards is in `wrapped`; when its gradients are reduced, in `reduction`.
-"""
+"""Wrap a model with units chosen one by one, and sizes and dtypes that the package's shorter calls leave out."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from .cpu_torch import float64_buffers
 from .package import package, submodule
 
 _BUCKET_ELEMENTS = 40_000_000
-"""Megatron-Core's default size of a bucket; the package leaves it open, which would make disable_bucketing idle."""
+"""Megatron-Core's default size of a bucket; the package's None would leave disable_bucketing without effect."""
 _UNIT_ELEMENTS = 1_000_000_000
 """The package's own least suggested_communication_unit_size."""
 
@@ -55,18 +52,12 @@ def wrap(
 ) -> Any:
     """Shard a model in place and return the MegatronFSDP around it, in the sharded state; see `wrapped`.
 
-    `fully_shard_model` is passed over, since it has no argument for suggested_communication_unit_size, nor for the size
-    of a bucket, and divides by the number of units, which may be 0.
+    `fully_shard_model` has no argument for suggested_communication_unit_size, nor for the size of a bucket, and divides
+    by the number of units, which may be 0.
 
     Args:
         model: on its device; parameters are plain tensors.
-        mesh: along axes but dp_replicate, dp_shard and cp, models are other ones.
-        config: options, of which those that the package has are handed to it.
-        units: what is gathered and reduced as one.
-        dtypes: of `precision.find_dtypes`.
-
-    Raises:
-        StrategyError: megatron-fsdp is missing or of another version.
+        mesh: models differ along axes other than dp_replicate, dp_shard and cp.
     """
     theirs = _package_config(config)
     policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
@@ -93,7 +84,7 @@ def wrap(
             disable_symmetric_registration=theirs.disable_symmetric_registration,
         )
     for group in fsdp.param_and_grad_buffer.parameter_groups:
-        # Forgotten by the package: without it, the ranks of dp_shard sum where those of dp_replicate average.
+        # The package forgets this: without it, ranks of dp_shard sum where those of dp_replicate average.
         if group.hfsdp_helper_gbuf is not None:
             group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
     return fsdp
@@ -101,10 +92,9 @@ def wrap(
 
 @contextmanager
 def _unchecked_shards() -> Iterator[None]:
-    """While a model is wrapped for a plan: shards are taken as right.
+    """Skip the package's checks of shards while a model is wrapped for a plan.
 
-    The package asks all ranks for the sizes of their shards, to check them, and to tell checkpoints of torch where they
-    lie. In a planned world all ranks would have what this one has, but the package's shards are uneven.
+    It compares the sizes of all ranks' shards, which are uneven; a planned world would return this rank's for all.
     """
     module = submodule("param_and_grad_buffer")
     before = {name: getattr(module, name) for name in ASKING}
@@ -120,9 +110,9 @@ def _unchecked_shards() -> Iterator[None]:
 def _keep_rows_whole(model: nn.Module, mesh: Mesh, theirs: Any, units: Sequence[nn.Module]) -> None:
     """Give a bucket of its own to each parameter of which the package would cut a row in two.
 
-    A bucket is cut at multiples of a number that rows divide, but parameters with fewer elements than that are put
-    wherever there is room, across a cut, too: so adapters of a low rank on matrices of different widths. A parameter
-    that bears `shared_embedding` has its own, and parts those before it from those behind it.
+    A bucket is cut at multiples of a number that rows divide, but parameters with fewer elements than that (adapters of
+    a low rank on matrices of different widths) may lie across a cut. A parameter with `shared_embedding` has a bucket
+    of its own, which separates the parameters before and after it.
     """
     unit_of = {id(parameter): number for number, unit in enumerate(units) for parameter in unit.parameters()}
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
@@ -142,10 +132,10 @@ def _keep_rows_whole(model: nn.Module, mesh: Mesh, theirs: Any, units: Sequence[
 
 
 def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | None:
-    """Which of the parameters of a bucket the package would cut within a row, into so many parts; None: none.
+    """Return the first parameter of a bucket that the package would cut within a row, into so many parts.
 
-    It sorts them by the length of their rows, finds the number that the rows of all that are not small divide, and
-    lays them out.
+    As the package does, sort them by the length of their rows, find the number that the rows of all that are not small
+    divide, and lay them out.
     """
     order = sorted(range(len(shapes)), key=lambda index: shapes[index][1:].numel(), reverse=True)
     between = 1
@@ -165,10 +155,9 @@ def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | N
 
 
 def _package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
-    """A mesh of the axes `sharded`, and behind them `pp`, over the process groups that there are.
+    """Make a mesh of the axes `sharded`, followed by `pp`, of one rank, over the existing process groups.
 
-    The package slices them in this order. It is not the order of the whole mesh, in which torch 2.11 and 2.12 want
-    slices. `pp` has one rank under every strategy that does not claim it.
+    The package slices it in this order; torch 2.11 and 2.12 want slices in the order of the whole mesh.
     """
     names = (*sharded, "pp")
     ranks = mesh[tuple(sharded)].mesh if len(sharded) > 1 else mesh[sharded[0]].mesh
@@ -177,7 +166,6 @@ def _package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
 
 
 def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
-    """The package's own view of the mesh."""
     hybrid = mesh.degrees.dp_replicate > 1
     group = mesh.group("dp_cp") if hybrid else None
     shards = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"
@@ -198,7 +186,6 @@ def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
 
 
 def _package_config(config: MegatronFSDPConfig) -> Any:
-    """The package's DistributedDataParallelConfig."""
     # Whether Megatron-Core's class or the package's own: it depends on what is installed.
     return submodule("megatron_fsdp").DistributedDataParallelConfig(
         overlap_grad_reduce=True,
@@ -218,7 +205,7 @@ def _package_config(config: MegatronFSDPConfig) -> Any:
 
 @functools.cache
 def _wrapper() -> Any:
-    """The package's MegatronFSDP, for models in which any number of modules share a parameter."""
+    """Return the package's MegatronFSDP, for models in which any number of modules share a parameter."""
     inner: Any = submodule("megatron_fsdp")
 
     class MegatronFSDP(inner.MegatronFSDP):

@@ -1,0 +1,48 @@
+"""Steps and refusals of a strategy on the ranks of a pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from meshwright import MeshwrightError, count_tokens
+from meshwright.testing import Case
+from meshwright.testing.case import share
+from meshwright.testing.collectives import Traffic, count_collectives, measure_collectives
+from meshwright.testing.parity import build_manager, train_steps
+
+
+def gradient_step(manager: Any, case: Case, index: int = 0) -> Callable[[], Tensor]:
+    """Return a call of the forwards and backwards of one step, which communicates nothing else."""
+    batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
+    tokens = count_tokens(batches, manager.mesh)
+    return lambda: manager.forward_backward(batches, num_tokens=tokens)
+
+
+def built(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case, *, steps: int = 1) -> Any:
+    """Build a manager and train some steps, after which torch has settled the order of its collectives."""
+    manager = build_manager(strategy, config, sizes, case)
+    train_steps(manager, case, range(steps))
+    return manager
+
+
+def traffic(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case) -> Traffic:
+    """Return the collectives of the forwards and backwards of a second step."""
+    return measure_collectives(gradient_step(built(strategy, config, sizes, case), case, 1))
+
+
+def refusal(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case, steps: int = 0) -> str:
+    """Return the error of building a manager and training some steps, or "accepted"."""
+    try:
+        built(strategy, config, sizes, case, steps=steps)
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def counts(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case) -> Counter[str]:
+    """Return how often each kind of collective is called in the forwards and backwards of a second step."""
+    return count_collectives(gradient_step(built(strategy, config, sizes, case), case, 1))
