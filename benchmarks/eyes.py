@@ -33,7 +33,7 @@ from meshwright.mesh.world import World
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
-from meshwright.tensors.accelerator import moments_of
+from meshwright.tensors.ops import moments_of
 from meshwright.train.curve import Curve
 from meshwright.train.files import CURVE, METRICS
 from meshwright.train.journal import Journal

@@ -22,7 +22,7 @@ from contestants import Step, Work, built
 from one_contest import compete
 
 from meshwright.mesh.world import World
-from meshwright.tensors.accelerator import moments_of
+from meshwright.tensors.ops import moments_of
 from meshwright.train.loop import train_step
 from meshwright.train.stopwatch import Stopwatch
 from meshwright.train.verifying import Verifier

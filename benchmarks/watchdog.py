@@ -30,7 +30,7 @@ from meshwright.launch.pulse import SIGNS, Pulse, write_sign
 from meshwright.launch.rank import connect_store
 from meshwright.launch.signs import Sign, read_signs
 from meshwright.mesh.world import World
-from meshwright.tensors.accelerator import moments_of
+from meshwright.tensors.ops import moments_of
 from meshwright.train.loop import train_step
 from meshwright.train.stopwatch import Stopwatch
 

@@ -296,7 +296,7 @@ _bug(
 )
 _bug(
     "wide_sums_forget",
-    "meshwright.tensors.wide_sums",
+    "meshwright.tensors.norms",
     "            wide.add_(waiting)",
     "            pass",
     f"{_D}/test_ddp.py::test_a_parameter_without_gradient_in_some_microbatches_keeps_the_gradient_of_the_others[float64]",
@@ -814,7 +814,7 @@ _bug(
 )
 _bug(
     "vocabulary_begins_at_zero",
-    "meshwright.parallel.tensor.sharded_vocabulary",
+    "meshwright.parallel.tensor.collectives",
     "        return cls(entries, group, sum(sizes[: dist.get_rank(group)]))",
     "        return cls(entries, group, 0 * sum(sizes))",
     f"{_STYLES}::test_loss_of_sharded_logits_is_that_of_whole_ones[2-7-torch.float64-1.0-ragged]",
@@ -871,7 +871,7 @@ _bug(
 )
 _bug(
     "heads_give_parts_of_logits",
-    "meshwright.parallel.tensor.plan_checks",
+    "meshwright.parallel.tensor.module_styles",
     "if name == layout.head or not is_taken:",
     "if False:",
     f"{_TP}::test_plans_of_the_user[head-in-parts]",
@@ -895,7 +895,7 @@ _bug(
 )
 _bug(
     "functions_of_plans_get_a_model",
-    "meshwright.parallel.tensor.plan_sources",
+    "meshwright.parallel.tensor.plan",
     "found = found(model) if takes_model else found()",
     "found = found(model)",
     f"{_TP_PLAN}::test_an_import_path_of_a_dict_or_of_a_function",
@@ -903,7 +903,7 @@ _bug(
 )
 _bug(
     "inner_plans_are_not_read",
-    "meshwright.parallel.tensor.plan_sources",
+    "meshwright.parallel.tensor.plan",
     "reversed(list(model.named_modules()))",
     'reversed([("", model)])',
     f"{_TP_PLAN}::test_plans_of_the_class_and_of_inner_models_are_merged",
@@ -930,7 +930,7 @@ _bug(
 )
 _bug(
     "keys_of_own_queries",
-    "meshwright.parallel.context.exchange",
+    "meshwright.parallel.context.positions",
     "return reduce_scatter(parts, 0, ctx.group)[0], None",
     "return parts[dist.get_rank(ctx.group)], None",
     _CP,
@@ -938,7 +938,7 @@ _bug(
 )
 _bug(
     "heads_in_another_order",
-    "meshwright.parallel.context.exchange",
+    "meshwright.parallel.context.positions",
     "return torch.cat(received.unbind(0), 2)",
     "return torch.cat(received.flip(0).unbind(0), 2)",
     _ULYSSES,
@@ -997,7 +997,7 @@ _bug(
 
 _bug(
     "routing_weights_forgotten",
-    "meshwright.parallel.expert.dispatch",
+    "meshwright.parallel.expert.parallel",
     "weighted = placed.view(tokens, choices, -1) * weights_TK[..., None]",
     "weighted = placed.view(tokens, choices, -1) * weights_TK.mean()",
     f"{_EXPERTS}::test_parity_of_types_that_differ[{{'ep_size': 4}}-qwen3_moe]",
@@ -1005,7 +1005,7 @@ _bug(
 )
 _bug(
     "gradients_of_experts_averaged",
-    "meshwright.parallel.expert.dispatch",
+    "meshwright.parallel.expert.parallel",
     "return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None",
     "return all_to_all(grad / dist.get_world_size(ctx.group), ctx.group, ctx.receives, ctx.sends), None, None, None",
     f"{_EXPERTS}::test_parity_of_types_that_differ[{{'ep_size': 4}}-qwen3_moe]",
@@ -2631,7 +2631,7 @@ _bug(
 )
 _bug(
     "gathered_without_their_gradients",
-    "meshwright.parallel.context.exchange",
+    "meshwright.parallel.context.positions",
     "        whole: Tensor = GatherPositions.apply(part, group, 1)\n        return whole",
     "        whole: Tensor = GatherPositions.apply(part, group, 1)\n"
     "        return whole / group.size() + whole.detach() * (1 - 1 / group.size())",
@@ -2926,7 +2926,7 @@ _bug(
 )
 _bug(
     "documents_counted_as_rows",
-    "meshwright.objectives.policy_options",
+    "meshwright.objectives.policy",
     "if not self.packed:",
     "if True:",
     f"{_OBJECTIVES}::test_packed_documents_are_sequences_like_any[sequence-token-None]",
@@ -3486,7 +3486,7 @@ _bug(
 _HEADS = "tests/step/test_heads.py"
 _bug(
     "any_rank_scores_a_sequence",
-    "meshwright.parallel.context.exchange",
+    "meshwright.parallel.context.positions",
     "second_B = 2 * share.size - 1 - every_RB.argmax(0)",
     "second_B = 2 * share.size - 1 - every_RB.argmin(0)",
     f"{_HEADS}::test_rewards_of_sequences_train_as_on_one_rank[cp]",
@@ -4468,7 +4468,7 @@ _bug(
 )
 _bug(
     "a_device_without_runtime_is_asked",
-    "meshwright.tensors.accelerator",
+    "meshwright.tensors.ops",
     "found is not None and found.type == device.type",
     'device.type != "cpu"',
     "tests/contract/test_devices.py::test_only_an_accelerator_is_asked_for_times_and_memory[ipu:0]",
@@ -4854,7 +4854,7 @@ _bug(
 _BAD, _VERIFY = "tests/train/test_bad_steps.py", "tests/checkpoint/test_verify.py"
 _bug(
     "only_the_first_element_is_looked_at",
-    "meshwright.tensors.fingerprint",
+    "meshwright.tensors.ops",
     "(odd[: part.numel()] + 2 * start)",
     "(odd[: part.numel()] + 2 * start) * (odd[: part.numel()] == 1)",
     f"{_VERIFY}::test_every_bit_counts[dtype1]",

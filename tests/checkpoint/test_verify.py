@@ -24,7 +24,7 @@ from meshwright.checkpoint.values import flat
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright.tensors.fingerprint import fingerprint
+from meshwright.tensors.ops import fingerprint
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_with_optimizer

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.strategy.contract import Batch, StrategyManager
-from meshwright.tensors.accelerator import moments_of
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
+from meshwright.tensors.ops import moments_of
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model

@@ -46,7 +46,7 @@ TORCH_FREE = {
     "objectives.base",
     "objectives.heads",
     "objectives.policy",
-    "objectives.policy_options",
+    "objectives.plugin",
     "objectives.preference",
     "objectives.registry",
     "objectives.supervised",

@@ -17,6 +17,7 @@ from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types,
 from meshwright.train.apart import check_kept_apart
 from meshwright.train.model_trial import try_rows
 
+SLOW = pytest.mark.slow
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 
 
@@ -28,15 +29,27 @@ def refusal(model_type: str, kind: Any, dtype: torch.dtype = torch.float32, **op
     return None
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", *(pytest.param(each, marks=SLOW) for each in ("gemma3_text", "gpt2", "qwen3_moe", "granitemoe"))],
+)
 def test_models_that_keep_documents_apart_are_taken(model_type: str) -> None:
+    before = torch.get_rng_state()
     for kind in ("documents", "none", "stream"):
         assert refusal(model_type, kind) is None
+    assert torch.equal(before, torch.get_rng_state())
 
 
 # A state goes on; some layers attend and others do not; no positions where masks are made; none in the forward.
-@pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "gpt_oss", "bloom"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [
+        ("mamba2", torch.float32),
+        pytest.param("falcon_h1", torch.bfloat16, marks=SLOW),
+        pytest.param("gpt_oss", torch.float32, marks=SLOW),
+        pytest.param("bloom", torch.bfloat16, marks=SLOW),
+    ],
+)
 def test_models_whose_documents_see_each_other_are_refused(model_type: str, dtype: torch.dtype) -> None:
     told = refusal(model_type, "documents", dtype) or ""
     assert re.search(rf"model '{model_type}' (lets documents|cannot run).*Set data\.packing=none.*or stream", told)
@@ -47,12 +60,6 @@ def test_models_whose_documents_see_each_other_are_refused(model_type: str, dtyp
 def test_a_model_that_is_not_causal_is_refused_padding() -> None:
     told = refusal("cpmant", "none") or ""
     assert re.search(r"model 'cpmant' sees the padding behind a document.*Set data\.packing=stream", told)
-
-
-def test_the_random_state_stays_as_it_was() -> None:
-    before = torch.get_rng_state()
-    refusal("llama", "documents")
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> str | None:
@@ -81,13 +88,10 @@ def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes"),
-    [("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("fsdp2", {"cp_size": 2}), ("fsdp2", {"pp_size": 2})],
-    ids=["dp", "tp", "cp", "pp"],
-)
-def test_a_model_is_tried_as_it_runs_on_any_axis(strategy: str, sizes: dict[str, int]) -> None:
-    assert pool(2).run(_told, "llama", strategy, sizes) == [None, None]
+@SLOW
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}], ids=str)
+def test_a_model_is_tried_as_it_runs_on_any_axis(sizes: dict[str, int]) -> None:
+    assert pool(2).run(_told, "llama", "fsdp2", sizes) == [None, None]
 
 
 def test_all_ranks_refuse_a_model_as_it_runs() -> None:

@@ -21,23 +21,21 @@ from meshwright import (
     resolve,
 )
 from meshwright.parallel.context import ContextParallel
-from meshwright.parallel.context.positions import divided, local_part, positions, put_together
+from meshwright.parallel.context.positions import divided, local_part, put_together
 from meshwright.step.token_loss import split_targets, target_loss_sum, token_loss_sum
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import TOLERANCE, share
-from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_vocab, tiny_model
 from meshwright.testing.observe import Counting
-from meshwright.testing.parity import build_manager, full_weights, train_steps, training_step
+from meshwright.testing.parity import build_manager, full_weights, train_steps
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
 ULYSSES, SP = {"cp_attention": "ulysses"}, {"sequence_parallel": True}
-WAYS: list[dict[str, Any]] = [{}, ULYSSES]
+SLOW = pytest.mark.slow
 BRIEF = Case(tied=None, steps=2)
 HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
-TYPES = ["llama", "qwen3", "mixtral", "mistral", "gemma2", "gpt_oss", "gpt2"]
 
 
 def _ranks(sizes: dict[str, int]) -> int:
@@ -50,7 +48,7 @@ def _ranks(sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail(ranks: int) -> None:
     length = 4 * ranks
-    parts = [positions(length, rank, ranks) for rank in range(ranks)]
+    parts = [local_part(torch.arange(length), 0, rank, ranks) for rank in range(ranks)]
     assert parts[0].tolist() == [0, 1, length - 2, length - 1]
     assert sorted(torch.cat(parts).tolist()) == list(range(length))
     # Under a causal mask, all see equally many keys.
@@ -63,29 +61,41 @@ def test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail(ranks: int) -> No
 # -- parity
 
 
-@pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
-@pytest.mark.parametrize("sizes", [CP2, CP4], ids=["cp2", "cp4"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "config"),
+    [
+        pytest.param("llama", CP2, {}, id="llama"),
+        *(pytest.param(each, CP2, {}, marks=SLOW, id=each) for each in ("mixtral", "mistral", "gemma2", "gpt_oss")),
+        pytest.param("gpt2", CP2, ULYSSES, marks=SLOW, id="gpt2-ulysses"),
+        pytest.param("llama", CP4, ULYSSES, marks=SLOW, id="fewer-key-heads-than-ranks"),
+        *(
+            pytest.param(each, sizes, config, marks=pytest.mark.zoo)
+            for each in ("llama", "qwen3", "mixtral", "mistral", "gemma2", "gpt_oss", "gpt2")
+            for sizes in (CP2, CP4)
+            for config in ({}, ULYSSES)
+            if not (config and (each == "gpt_oss" or (each, sizes) == ("gpt2", CP4)))
+        ),
+    ],
+)
 def test_parity_of_architectures(model_type: str, sizes: dict[str, int], config: dict[str, Any]) -> None:
     """Grouped heads, fewer key heads than ranks, routing, sliding windows, softcap, sinks, absolute positions."""
-    if config == ULYSSES and (model_type == "gpt_oss" or (model_type, sizes) == ("gpt2", CP4)):
-        pytest.skip("heads that cannot be exchanged: see the refusals")
-    case = replace(BRIEF, model_type=model_type)
+    case = Case(model_type=model_type, tied=None, steps=2)
     assert_parity("fsdp2", case, world_size=_ranks(sizes), config=config, sizes=sizes)
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
         (CP2, {"activation_checkpointing": "full", "defer_fsdp_grad_sync": False}),
-        (CP2, ULYSSES | {"activation_checkpointing": "selective"}),
         (CP2, {"patch_is_packed_sequence": True, "activation_checkpointing": "selective"}),
-        (DP2_CP2, {}),
-        (DP2_CP2 | {"dp_replicate_size": 2}, {}),
         (DP2_CP2, ULYSSES | {"reshard_after_forward": 2}),
+        (TP2_CP2, SP | ULYSSES | {"activation_checkpointing": "selective"}),
         (TP2_CP2, {}),
-        (TP2_CP2, SP | ULYSSES),
-        (TP2_CP2, SP | {"activation_checkpointing": "full"}),
+        pytest.param(DP2_CP2 | {"dp_replicate_size": 2}, {}, marks=pytest.mark.zoo),
+        pytest.param(TP2_CP2, SP | {"activation_checkpointing": "full"}, marks=pytest.mark.zoo),
+        pytest.param(TP2_CP2 | {"dp_size": 2}, SP, marks=pytest.mark.zoo),
+        pytest.param(TP2_CP2 | {"dp_size": 2}, ULYSSES, marks=pytest.mark.zoo),
     ],
     ids=str,
 )
@@ -93,9 +103,10 @@ def test_parity_with_other_axes_and_options(sizes: dict[str, int], config: dict[
     assert_parity("fsdp2", HARD, world_size=_ranks(sizes), config=config, sizes=sizes)
 
 
-@pytest.mark.parametrize("config", [SP, ULYSSES], ids=str)
-def test_parity_on_three_axes(config: dict[str, Any]) -> None:
-    assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2_CP2 | {"dp_size": 2})
+@pytest.mark.zoo
+def test_parity_with_key_heads_that_ranks_of_tp_share() -> None:
+    """Attention is recomputed with the heads of the rank, not with the layer's own number of them."""
+    assert_parity("fsdp2", BRIEF, world_size=8, sizes={"tp_size": 4, "cp_size": 2})
 
 
 def _batches(kind: str, vocab: int) -> list[dict[str, Tensor]]:
@@ -144,17 +155,6 @@ def _trained(strategy: str, config: dict[str, Any], sizes: dict[str, int], model
     return losses, norms, full_weights(manager)
 
 
-@pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
-@pytest.mark.parametrize("kind", ["documents", "one document", "shared positions", "padded", "padded, with positions"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
-def test_documents_and_padding(model_type: str, kind: str, config: dict[str, Any]) -> None:
-    (expected,) = pool(1).run(_trained, "single", {}, {}, model_type, kind)
-    for losses, norms, weights in pool(2).run(_trained, "fsdp2", config, CP2, model_type, kind):
-        assert losses == pytest.approx(expected[0], abs=TOLERANCE)
-        assert norms == pytest.approx(expected[1], abs=TOLERANCE)
-        assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
-
-
 def _in_blocks(config: dict[str, Any], sizes: dict[str, int], model_type: str, kind: str, largest: int) -> Any:
     """With masks of so few elements that queries are taken in blocks."""
     from meshwright.parallel.context import attention
@@ -167,67 +167,56 @@ def _in_blocks(config: dict[str, Any], sizes: dict[str, int], model_type: str, k
         attention.LARGEST_MASK = before
 
 
-@pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", "plain"), ("llama", "documents"), ("gpt_oss", "plain")])
-def test_long_sequences_are_attended_in_blocks(model_type: str, kind: str, config: dict[str, Any]) -> None:
-    if model_type == "gpt_oss" and config:
-        pytest.skip("heads that cannot be exchanged: see the refusals")
+def _assert_as_single(outcomes: list[Any], model_type: str, kind: str) -> None:
     (expected,) = pool(1).run(_trained, "single", {}, {}, model_type, kind)
-    for losses, norms, weights in pool(2).run(_in_blocks, config, CP2, model_type, kind, 100):
+    for losses, norms, weights in outcomes:
         assert losses == pytest.approx(expected[0], abs=TOLERANCE)
         assert norms == pytest.approx(expected[1], abs=TOLERANCE)
         assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
 
 
-def test_blocks_are_computed_again_with_the_heads_of_the_rank() -> None:
-    """Fewer key heads than ranks: how many queries read one is another number than the layer's own."""
-    (expected,) = pool(1).run(_trained, "single", {}, {}, "llama", "documents")
-    for losses, norms, weights in pool(4).run(_in_blocks, ULYSSES, CP4, "llama", "documents", 100):
-        assert losses == pytest.approx(expected[0], abs=TOLERANCE)
-        assert norms == pytest.approx(expected[1], abs=TOLERANCE)
-        assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
+KINDS = ["documents", "one document", "shared positions", "padded", "padded, with positions"]
 
 
-def test_parity_with_key_heads_that_ranks_of_tp_share() -> None:
-    """Attention is computed again in backward with the heads of the rank, not with the layer's own number of them."""
-    assert_parity("fsdp2", BRIEF, world_size=8, sizes={"tp_size": 4, "cp_size": 2})
+@pytest.mark.parametrize(
+    ("model_type", "kind", "config"),
+    [
+        ("llama", "documents", {}),
+        ("llama", "padded", ULYSSES),
+        *(pytest.param("gpt2", kind, [{}, ULYSSES][index % 2], marks=SLOW) for index, kind in enumerate(KINDS)),
+        pytest.param("gemma2", "documents", ULYSSES, marks=SLOW),
+        *(
+            pytest.param(model_type, kind, config, marks=pytest.mark.zoo)
+            for model_type in ("llama", "gemma2", "gpt2")
+            for kind in KINDS
+            for config in ({}, ULYSSES)
+        ),
+    ],
+)
+def test_documents_and_padding(model_type: str, kind: str, config: dict[str, Any]) -> None:
+    _assert_as_single(pool(2).run(_trained, "fsdp2", config, CP2, model_type, kind), model_type, kind)
 
 
-# -- communication
+@SLOW
+@pytest.mark.parametrize(
+    ("model_type", "kind", "config", "sizes"),
+    [
+        ("llama", "plain", {}, CP2),
+        ("llama", "documents", ULYSSES, CP2),
+        ("gpt_oss", "plain", {}, CP2),
+        # Fewer key heads than ranks: recomputation takes the heads of the rank, not the layer's own number of them.
+        ("llama", "documents", ULYSSES, CP4),
+    ],
+)
+def test_long_sequences_are_attended_in_blocks(
+    model_type: str, kind: str, config: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    found = pool(_ranks(sizes)).run(_in_blocks, config, sizes, model_type, kind, 100)
+    _assert_as_single(found, model_type, kind)
 
 
-def _traffic(config: dict[str, Any]) -> Traffic:
-    manager = build_manager("fsdp2", config, CP2, Case())
-    train_steps(manager, Case(), range(1))
-    return measure_collectives(training_step(manager, Case(), 1), {"cp": manager.mesh.group("cp")})
-
-
-BLOCKS, TOKENS, WIDTH = 3, 12 * 16, 8
-KEYS_AND_VALUES = TOKENS * 2 * (2 * 4) * WIDTH
-"""Bytes of 12 sequences of 16 tokens, 2 heads of 4 features, in float64."""
-QUERIES = TOKENS // 2 * (12 * 4) * WIDTH
-
-
-def test_keys_and_values_are_gathered_once_in_forward_and_their_gradients_scattered_once_in_backward() -> None:
-    for traffic in pool(2).run(_traffic, {}):
-        assert [each.bytes for each in _own(traffic, "all_gather")] == [KEYS_AND_VALUES] * BLOCKS
-        assert [each.bytes for each in _own(traffic, "reduce_scatter")] == [KEYS_AND_VALUES] * BLOCKS
-        assert not traffic.of("all_to_all")
-
-
-def test_ulysses_exchanges_four_times_in_forward_and_four_times_in_backward() -> None:
-    for traffic in pool(2).run(_traffic, ULYSSES):
-        exchanges = [each.bytes for each in traffic.of("all_to_all", "cp")]
-        assert len(exchanges) == 2 * 4 * BLOCKS
-        # Query, key, value and output, of which keys and values have fewer heads.
-        assert sum(exchanges) == 2 * BLOCKS * (2 * QUERIES + KEYS_AND_VALUES // 2)
-        assert not _own(traffic, "all_gather")
-        assert not _own(traffic, "reduce_scatter")
-
-
-def _own(traffic: Traffic, kind: str) -> list[Any]:
-    """Of the functional collectives; FSDP's shards lie on the same ranks here, in messages of other sizes."""
-    return [each for each in traffic.of(kind) if each.bytes == KEYS_AND_VALUES]
+BLOCKS, WIDTH = 3, 8
+"""Blocks of the model, and bytes of float64."""
 
 
 # -- memory
@@ -259,7 +248,7 @@ def _kept(size: int, way: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
 def test_activations_of_a_rank_are_its_part_beside_gathered_keys_and_values(ranks: int) -> None:
     (whole,) = pool(1).run(_kept, 1, "")
     gathered = BLOCKS * LONG * 2 * (2 * 4) * WIDTH
@@ -287,12 +276,12 @@ def _attentions(config: dict[str, Any], kind: str) -> int:
     return counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("config", "kind", "expected"),
     [
         # Two chunks of queries in each of the blocks, or all under one mask.
         ({}, "plain", 2 * BLOCKS),
-        ({}, "documents", BLOCKS),
         (ULYSSES, "documents", BLOCKS),
         ({"activation_checkpointing": "full"}, "plain", 4 * BLOCKS),
         ({"activation_checkpointing": "selective"}, "plain", 2 * BLOCKS),
@@ -329,7 +318,7 @@ def _settings(fails: bool) -> tuple[list[Any], list[Any], list[Any], bool]:
     return before, seen, after, broke
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=SLOW), True])
 def test_the_attention_setting_is_ours_in_steps_only(fails: bool) -> None:
     for before, seen, after, broke in pool(2).run(_settings, fails):
         assert before == after == ["sdpa", "sdpa"]
@@ -364,6 +353,7 @@ def _dropped() -> tuple[float, float]:
     return losses[0], losses[1]
 
 
+@SLOW
 def test_dropout_trains() -> None:
     first, second = pool(2).run(_dropped)
     assert first == second
@@ -397,15 +387,14 @@ def _refused_by(error: type[MeshwrightError], text: str, *arguments: Any, ranks:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "text"),
+    ("model_type", "text", "evaluates"),
     [
-        ("routed", "has no attention of transformers"),
-        ("mamba", "outside of attention"),
-        ("bloom", "cannot run on a part of the positions"),
-        ("falcon_h1", "outside of attention"),
+        pytest.param("routed", "has no attention of transformers", False, marks=SLOW),
+        ("mamba", "outside of attention", True),
+        pytest.param("bloom", "cannot run on a part of the positions", False, marks=SLOW),
+        pytest.param("falcon_h1", "outside of attention", True, marks=SLOW),
     ],
 )
-@pytest.mark.parametrize("evaluates", [False, True])
 def test_models_that_mix_positions_elsewhere_are_refused(model_type: str, text: str, evaluates: bool) -> None:
     case = Case(model_type=model_type, tied=None)
     answers = set(pool(2).run(_refusal, {}, CP2, case, {}, evaluates))
@@ -421,14 +410,22 @@ def _half(model_type: str, config: dict[str, Any]) -> float:
     return train_steps(build_manager("fsdp2", config, CP2, case), case, range(1))[0][0]
 
 
-@pytest.mark.parametrize("config", [{}, {"mp_policy": {"param_dtype": "bfloat16"}}, {"autocast_dtype": "bfloat16"}])
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@SLOW
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("mixtral", {}),
+        ("mixtral", {"mp_policy": {"param_dtype": "bfloat16"}}),
+        ("llama", {"autocast_dtype": "bfloat16"}),
+    ],
+)
 def test_rounding_in_half_precision_is_not_taken_for_mixing(model_type: str, config: dict[str, Any]) -> None:
     first, second = pool(2).run(_half, model_type, config)
     assert first == second
     assert 0 < first < 10
 
 
+@SLOW
 def test_what_cannot_be_exchanged_is_refused_with_the_other_way() -> None:
     _refused_by(ModelError, "s_aux", ULYSSES, CP2, Case(model_type="gpt_oss", tied=None), {})
     _refused_by(ModelError, "6 of them on each rank", ULYSSES, CP4, Case(model_type="gpt2", tied=None), {}, ranks=4)
@@ -439,8 +436,7 @@ def test_what_cannot_be_exchanged_is_refused_with_the_other_way() -> None:
     ("config", "sizes", "ranks", "text"),
     [
         ({}, CP2, 2, "multiple of 4 with masked labels, or choose another cp_size"),
-        ({}, CP4, 4, "multiple of 8 with masked labels, or choose another cp_size"),
-        (SP, TP2_CP2, 4, "cp_size=2 and sequence_parallel. Pad them to a multiple of 8"),
+        pytest.param(SP, TP2_CP2, 4, "cp_size=2 and sequence_parallel. Pad them to a multiple of 8", marks=SLOW),
     ],
 )
 def test_lengths_that_do_not_divide_are_refused(
@@ -457,7 +453,7 @@ def test_what_cannot_be_divided_in_a_batch_is_refused() -> None:
     _refused_by(BatchError, "position_ids has the shape", {}, CP2, Case(), {"position_ids": ones[None]})
 
 
-def _configured(**fields: Any) -> str:
+def _configured(fields: dict[str, Any]) -> str:
     world = open_world("cpu")
     stack, degrees = resolve("fsdp2", MeshSizes(**CP2), world.size)
     model = tiny_model()
@@ -471,16 +467,10 @@ def _configured(**fields: Any) -> str:
 
 
 def test_attention_and_positions_that_cannot_be_divided_are_refused_before_the_model_is_changed() -> None:
-    for text in pool(2).run(_with_flex):
+    for text in pool(2).run(_configured, {"_attn_implementation": "flex_attention"}):
         assert "attn_implementation='flex_attention'" in text
         assert "eager, sdpa" in text
-    for text in pool(2).run(_with_dynamic_rope):
+    for text in pool(2).run(
+        _configured, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    ):
         assert "rope_type='dynamic'" in text
-
-
-def _with_flex() -> str:
-    return _configured(_attn_implementation="flex_attention")
-
-
-def _with_dynamic_rope() -> str:
-    return _configured(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})

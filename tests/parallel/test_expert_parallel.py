@@ -19,7 +19,6 @@ from meshwright import (
     ModelError,
     OptimizerConfig,
     StrategyError,
-    count_tokens,
     open_world,
     optimizer_factory,
     resolve,
@@ -27,14 +26,21 @@ from meshwright import (
 from meshwright.parallel.expert import check_expert_parallel, find_experts
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import Outcome, share
-from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.case import Outcome
+from meshwright.testing.models import case_model
 from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, train_steps, training_step
 from meshwright.testing.zoo import zoo_config
 
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
+SLOW = pytest.mark.slow
 HARD = Case(model_type="mixtral", tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
+
+
+def _built(sizes: Mapping[str, int], strategy: str = "fsdp2", config: Any = None) -> StrategyManager:
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    return stack.build(Mesh(degrees, world))
 
 
 # -- what is found, and what is refused
@@ -109,16 +115,11 @@ def test_what_a_plan_names_and_structure_does_not_is_refused() -> None:
 
 
 def _refused(model_type: str, sizes: Mapping[str, int], values: Mapping[str, Any]) -> tuple[str, bool]:
-    world = open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
-    manager = stack.build(Mesh(degrees, world))
-    if values:
-        config = zoo_config(model_type)
-        for name, value in values.items():
-            setattr(config, name, value)
-        model = AutoModelForCausalLM.from_config(config)
-    else:
-        model = tiny_model(model_type)
+    manager = _built(sizes)
+    config = zoo_config(model_type)
+    for name, value in values.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config)
     before = {name: id(p) for name, p in model.named_parameters()}
     with pytest.raises(ModelError) as caught:
         manager.parallelize(model)
@@ -126,13 +127,16 @@ def _refused(model_type: str, sizes: Mapping[str, int], values: Mapping[str, Any
 
 
 @pytest.mark.parametrize(
-    ("model_type", "values", "text"),
+    ("model_type", "values", "text", "sizes"),
     [
-        ("llama", {}, "LlamaForCausalLM has none of the kind"),
-        ("mixtral", {"num_local_experts": 3}, "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts"),
+        ("llama", {}, "LlamaForCausalLM has none of the kind", EP2),
+        pytest.param(
+            *("mixtral", {"num_local_experts": 3}, "does not divide the 3 experts of model.layers.0.mlp.experts"),
+            EP2 | {"pp_size": 2, "dp_size": 2},
+            marks=SLOW,
+        ),
     ],
 )
-@pytest.mark.parametrize("sizes", [EP2, {"ep_size": 2, "pp_size": 2, "dp_size": 2}], ids=["ep2", "pp2-ep2"])
 def test_refusals_are_equal_on_all_ranks_and_leave_the_model(
     model_type: str, values: Mapping[str, Any], text: str, sizes: Mapping[str, int]
 ) -> None:
@@ -144,66 +148,71 @@ def test_refusals_are_equal_on_all_ranks_and_leave_the_model(
 
 # -- parity
 
-DIFFERENT = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe"]
+EP4_TP2, EP2_TP2, HSDP = EP4 | {"tp_size": 2}, EP2 | {"tp_size": 2}, EP2 | {"dp_replicate_size": 2}
+FULL = {"activation_checkpointing": "full"}
+EACH = {"defer_fsdp_grad_sync": False, "enable_fsdp2_prefetch": True, "reshard_after_forward": False}
+OFFLOADED = {"offload_policy": {"pin_memory": False}, "reshard_after_forward": True}
 
 
-@pytest.mark.parametrize("model_type", DIFFERENT)
-@pytest.mark.parametrize("sizes", [EP4, EP2 | {"tp_size": 2}], ids=str)
+def test_two_ranks_train_as_one() -> None:
+    assert_parity("fsdp2", Case(model_type="mixtral", tied=True, microbatches=2, steps=2), world_size=2, sizes=EP2)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        (EP4, FULL | {"reshard_after_forward": True}),
+        (EP2, EACH),
+        (HSDP, {"activation_checkpointing": "selective"}),
+        (EP4_TP2, {}),
+        (EP2_TP2, OFFLOADED),
+        # Ranks of cp have different tokens of the same sequences, and share experts.
+        ({"cp_size": 2} | EP4, {}),
+        ({"cp_size": 2} | EP4_TP2, FULL | {"cp_attention": "ulysses"}),
+        (EP4_TP2, {"sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_parity_of_layouts(sizes: dict[str, int], config: dict[str, Any]) -> None:
+    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("config", [{}, FULL, {"activation_checkpointing": "selective"}, EACH, OFFLOADED], ids=str)
+@pytest.mark.parametrize("sizes", [EP4, EP2, HSDP, EP4_TP2, EP2_TP2, {"cp_size": 2} | EP2], ids=str)
+def test_parity_of_all_layouts(sizes: dict[str, int], config: dict[str, Any]) -> None:
+    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
+
+
+@SLOW
+@pytest.mark.parametrize(("model_type", "sizes"), [("deepseek_v3", EP4), ("gpt_oss", EP2_TP2)])
 def test_parity_of_types_that_differ(model_type: str, sizes: dict[str, int]) -> None:
     assert_parity("fsdp2", Case(model_type=model_type, tied=None), world_size=4, sizes=sizes)
 
 
-LAYOUTS = [EP4, EP2, EP2 | {"dp_replicate_size": 2}, EP4 | {"tp_size": 2}, EP2 | {"tp_size": 2}]
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe"])
+def test_parity_of_all_types(model_type: str) -> None:
+    for sizes in (EP4, EP2_TP2):
+        assert_parity("fsdp2", Case(model_type=model_type, tied=None), world_size=4, sizes=sizes)
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@SLOW
 @pytest.mark.parametrize(
-    ("config", "case"),
+    "options",
     [
-        ({}, HARD),
-        ({"activation_checkpointing": "full", "reshard_after_forward": True}, HARD),
-        ({"activation_checkpointing": "selective"}, HARD),
-        ({"defer_fsdp_grad_sync": False, "enable_fsdp2_prefetch": True, "reshard_after_forward": False}, HARD),
+        {"norm_type": math.inf, "max_norm": 0.05},
+        {"frozen": ("*experts*",)},
+        {"frozen": ("*layers.2.mlp.experts.down_proj", "*gate.weight")},
+        {"empty": 6},
+        {"shares": (1, 2, 3, 6)},
+        {"optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"fused": True})},
     ],
-    ids=["plain", "recomputed", "selective", "reduced-each-time"],
+    ids=lambda options: next(iter(options)),
 )
-def test_parity_of_layouts(sizes: dict[str, int], config: dict[str, Any], case: Case) -> None:
-    assert_parity("fsdp2", case, world_size=4, config=config, sizes=sizes)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(model_type="mixtral", norm_type=1.0, max_norm=5.0),
-        Case(model_type="mixtral", norm_type=math.inf, max_norm=0.05),
-        Case(model_type="mixtral", frozen=("*experts*",)),
-        Case(model_type="mixtral", frozen=("*layers.0*", "*layers.1*", "*embed*")),
-        Case(model_type="mixtral", frozen=("*layers.2.mlp.experts.down_proj", "*gate.weight")),
-        Case(model_type="mixtral", empty=6),
-        Case(model_type="mixtral", shares=(1, 2, 3, 6)),
-        Case(model_type="mixtral", optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"foreach": True})),
-        Case(model_type="mixtral", optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"fused": True})),
-    ],
-    ids=["p1", "inf", "frozen-experts", "frozen-start", "frozen-parts", "no-tokens", "uneven", "foreach", "fused"],
-)
-def test_parity_of_cases_on_both_meshes(case: Case) -> None:
-    assert_parity("fsdp2", case, world_size=4, sizes=EP2)
-
-
-CP2 = {"cp_size": 2}
-
-
-@pytest.mark.parametrize("sizes", [CP2 | EP2, CP2 | EP4, CP2 | EP4 | {"tp_size": 2}], ids=str)
-@pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full", "cp_attention": "ulysses"}], ids=str)
-def test_parity_with_context_parallelism(sizes: dict[str, int], config: dict[str, Any]) -> None:
-    # Ranks of cp have different tokens of the same sequences, and share experts.
-    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
-
-
-@pytest.mark.parametrize("sizes", [EP4, EP2 | {"tp_size": 2}], ids=str)
-def test_parity_with_offloaded_experts(sizes: dict[str, int]) -> None:
-    config = {"offload_policy": {"pin_memory": False}, "reshard_after_forward": True}
-    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
+def test_parity_of_cases_on_both_meshes(options: dict[str, Any]) -> None:
+    assert_parity("fsdp2", Case(model_type="mixtral", **options), world_size=4, sizes=EP2)
 
 
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
@@ -224,6 +233,7 @@ def _mixed(sizes: Mapping[str, int]) -> tuple[set[torch.dtype], Outcome]:
     return seen, Outcome(losses, norms, eval_losses, full_weights(manager))
 
 
+@SLOW
 @pytest.mark.parametrize("sizes", [EP4, EP2], ids=str)
 def test_mixed_precision_of_experts_is_that_without_expert_parallelism(sizes: dict[str, int]) -> None:
     ((_, alone),) = pool(1).run(_mixed, {})
@@ -233,20 +243,12 @@ def test_mixed_precision_of_experts_is_that_without_expert_parallelism(sizes: di
         assert found.norms == pytest.approx(alone.norms, rel=2e-2)
 
 
-@pytest.mark.parametrize("config", [{"sequence_parallel": True}], ids=["sp"])
-@pytest.mark.parametrize("sizes", [EP4 | {"tp_size": 2}, EP4 | {"tp_size": 4}], ids=str)
-def test_parity_with_sequence_parallelism(sizes: dict[str, int], config: dict[str, Any]) -> None:
-    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
-
-
 # -- routers that leave experts, and ranks, without tokens
 
 
 def _manager(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], case: Case) -> StrategyManager:
-    """Under a router whose bias decides: all tokens go to experts 0 and 1, so those after them get none."""
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
+    """Under a router whose bias sends all tokens to experts 0 and 1."""
+    manager = _built(sizes, strategy, config)
     model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if name.endswith("router.bias"):
@@ -262,8 +264,8 @@ def _train(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], c
     return Outcome(losses, norms, eval_losses, full_weights(manager))
 
 
-@pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full"}], ids=str)
-@pytest.mark.parametrize("sizes", [EP4, EP2, EP4 | {"tp_size": 2}], ids=str)
+@SLOW
+@pytest.mark.parametrize(("sizes", "config"), [(EP4, {}), (EP4_TP2, FULL)], ids=str)
 def test_experts_and_ranks_without_a_token_train_as_under_single(sizes: dict[str, int], config: dict[str, Any]) -> None:
     # Decayed: an expert whose gradient is zero moves, one without gradient does not.
     case = Case(model_type="gpt_oss", tied=None, eval_after=True)
@@ -296,9 +298,7 @@ def _disturbed(router: nn.Module, generator: torch.Generator) -> None:
 
 
 def _dispatch(case: Case, sizes: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, Any]:
-    world = open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
+    manager = _built(sizes, config=config)
     model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     manager.parallelize(model)
     manager.build_optimizer(optimizer_factory(case.optimizer))
@@ -313,6 +313,7 @@ def _dispatch(case: Case, sizes: Mapping[str, int], config: Mapping[str, Any]) -
     return {"routed": routed, "rank": manager.mesh.expert_mesh["ep"].get_local_rank(), "sent": sent.rows}
 
 
+@SLOW
 @pytest.mark.parametrize(("mode", "times"), [(False, 1), ("full", 2), ("selective", 1)])
 def test_rows_go_to_the_ranks_of_their_experts_and_nothing_else_does(mode: str | bool, times: int) -> None:
     case, ranks, layers, hidden = Case(model_type="mixtral"), 4, 4, 64
@@ -345,14 +346,9 @@ def test_rows_go_to_the_ranks_of_their_experts_and_nothing_else_does(mode: str |
 def _held(sizes: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
     """Elements of the whole, of this rank's part, and of this rank's part of the optimizer's first moment."""
     case = Case(model_type="mixtral")
-    world = open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
-    manager = stack.build(Mesh(degrees, world))
-    manager.parallelize(case_model("mixtral", tied=False, seed=0, dtype=torch.float64))
-    optimizer = manager.build_optimizer(optimizer_factory(case.optimizer))
-    microbatches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
-    manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
-    manager.optimizer_step()
+    manager: Any = build_manager("fsdp2", {}, sizes, case)
+    train_steps(manager, case, range(1))
+    optimizer = manager.optimizer
     found = {}
     for name, parameter in manager.model_parts[0].named_parameters():
         if "experts" in name:
@@ -362,11 +358,8 @@ def _held(sizes: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "part"),
-    [(EP4, 4), (EP2, 4), (EP4 | {"tp_size": 2}, 4), (EP2 | {"tp_size": 2}, 4), (EP2 | {"dp_replicate_size": 2}, 2)],
-    ids=str,
-)
+@SLOW
+@pytest.mark.parametrize(("sizes", "part"), [(EP4, 4), (EP2_TP2, 4), (HSDP, 2)], ids=str)
 def test_a_rank_holds_its_part_of_the_experts_and_of_their_optimizer_state(sizes: dict[str, int], part: int) -> None:
     for found in pool(4).run(_held, sizes):
         assert len(found) == 8
@@ -409,7 +402,8 @@ def _eager(sizes: dict[str, int], case: Case) -> list[float]:
     return train_steps(build_manager("fsdp2", {}, sizes, case), case, range(2))[0]
 
 
-@pytest.mark.parametrize("sizes", [EP2, {**EP2, "tp_size": 2}], ids=str)
+@SLOW
+@pytest.mark.parametrize("sizes", [EP2, EP2_TP2], ids=str)
 def test_compile_takes_what_is_not_routed(sizes: dict[str, int]) -> None:
     case = Case(model_type="deepseek_v3", tied=None, microbatches=2)
     ranks = math.prod(sizes.values())

@@ -106,29 +106,20 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> str:
     return __name__
 
 
-def test_a_dict_goes_before_all_others() -> None:
-    hook = _Hook({"lm_head": "colwise_gather_output"})
-    plan = found(ONE, registry=_registry_with(hook))
-    assert set(plan.modules) == {f"model.layers.{index}.mlp.gate_proj" for index in range(3)}
-    assert hook.asked == []
-
-
-def test_an_import_path_of_a_dict_or_of_a_function(allowed: str) -> None:
+def test_a_dict_or_an_import_path_of_one_or_of_a_function_goes_before_all_others(allowed: str) -> None:
     hook = _Hook({"lm_head": "colwise_gather_output"})
     by_dict = found(f"{allowed}.ONE", registry=_registry_with(hook))
-    assert by_dict.modules == found(ONE).modules
+    assert by_dict.modules == found(ONE, registry=_registry_with(hook)).modules
+    assert set(by_dict.modules) == {f"model.layers.{index}.mlp.gate_proj" for index in range(3)}
     by_function = found(f"{allowed}.plan_for_a_model", registry=_registry_with(hook))
     assert set(by_function.modules) == {f"model.layers.{index}.mlp.up_proj" for index in range(3)}
     assert found(f"{allowed}.plan_for_all_models").modules == by_dict.modules
     assert hook.asked == []
 
 
-def test_an_import_path_outside_of_the_allow_list_is_not_imported() -> None:
-    with pytest.raises(ConfigError, match="not on the allow-list"):
-        found("test_tensor_parallel_plan.ONE")
-
-
 def test_a_path_of_what_is_no_plan_is_refused(allowed: str) -> None:
+    with pytest.raises(ConfigError, match="not on the allow-list"):
+        found("elsewhere.ONE")
     with pytest.raises(ConfigError, match="is a list, not a dict or a function returning one"):
         found(f"{allowed}.no_plan")
     with pytest.raises(ConfigError, match="needs model, ranks, but it is called with the model, or with nothing"):
@@ -145,24 +136,18 @@ def test_a_hook_goes_before_the_model_s_own_plan_and_passes_with_none() -> None:
     assert found(registry=_registry_with(_Hook(None))).modules == found().modules
 
 
-def test_the_model_s_own_plan_and_its_vocabulary() -> None:
+def test_the_model_s_own_plan_and_its_vocabulary_or_the_linear_layers_of_blocks() -> None:
     plan = found()
     assert plan.modules["model.layers.2.self_attn.o_proj"] == "rowwise"
     assert plan.modules["model.embed_tokens"] == "embedding_rowwise"
     assert plan.modules["lm_head"] == "colwise_gather_output"
     assert len(plan.modules) == 3 * 7 + 2
     assert all(f"{name}.weight" in plan.parameters for name in plan.modules)
-
-
-def test_without_one_the_linear_layers_of_blocks() -> None:
     plan = found(model=tiny_model("gpt2", tied=True))
     layers = {name: style for name, style in plan.modules.items() if ".h." in name}
     assert len(layers) == 3 * 4
     assert set(layers.values()) == {"colwise_gather_output"}
     assert plan.modules["transformer.wte"] == "embedding_rowwise"
-
-
-def test_a_model_without_anything_to_shard_is_refused() -> None:
     with pytest.raises(ModelError, match=r"Linear has no tensor-parallel plan.*Give a tp_plan, or set tp_size=1"):
         found(model=nn.Linear(3, 3))
 
@@ -170,16 +155,10 @@ def test_a_model_without_anything_to_shard_is_refused() -> None:
 # -- what a plan may say
 
 
-def test_a_number_goes_before_the_star() -> None:
+def test_a_number_goes_before_the_star_and_an_entry_for_a_parameter_before_its_module_s() -> None:
     plan = found({GATE: "colwise", "model.layers.1.mlp.gate_proj": "replicate"})
-    assert [plan.modules[f"model.layers.{index}.mlp.gate_proj"] for index in range(3)] == [
-        "colwise",
-        "replicate",
-        "colwise",
-    ]
-
-
-def test_entries_for_parameters_go_before_their_module_s() -> None:
+    styles = [plan.modules[f"model.layers.{index}.mlp.gate_proj"] for index in range(3)]
+    assert styles == ["colwise", "replicate", "colwise"]
     plan = found({GATE: "colwise", f"{GATE}.weight": "replicate", "lm_head.weight": "replicate"})
     assert plan.parameters["model.layers.1.mlp.gate_proj.weight"] == "replicate"
     assert plan.parameters["lm_head.weight"] == "replicate"
@@ -192,10 +171,8 @@ def test_styles_of_torch_stand_beside_names() -> None:
     assert set(plan.parameters) == {f"model.layers.{index}.mlp.gate_proj.weight" for index in range(3)} | {
         "lm_head.weight"
     }
-
-
-def test_layouts_that_shard_positions_turn_sequence_parallelism_on() -> None:
-    assert not found({GATE: ColwiseParallel()}).shards_positions
+    # Layouts that shard positions turn sequence parallelism on.
+    assert not plan.shards_positions
     assert found({GATE: ColwiseParallel(input_layouts=Shard(1))}).shards_positions
     assert found({"model.norm": SequenceParallel()}).shards_positions
 
@@ -268,32 +245,23 @@ def _refused(model_type: str, tied: bool | None, plan: Mapping[str, Any] | None)
     ("ranks", "model_type", "tied", "plan", "text"),
     [
         pytest.param(
-            4,
-            "six_heads",
-            False,
-            None,
+            *(4, "six_heads", False, None),
             r"model.layers.0.self_attn has 6 attention heads, which tp_size=4 does not divide. Set tp_size to one of "
             r"1, 2, 3, 6\.",
-            id="heads",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            4,
-            "llama",
-            False,
-            {GATE: "packed_colwise"},
+            *(4, "llama", False, {GATE: "packed_colwise"}),
             r"model.layers.0.mlp.gate_proj.weight holds 2 packed parts of 26 features each, which tp_size=4 does not",
-            id="packed-parts",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            2,
-            "llama",
-            True,
-            {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"},
+        (
+            *(2, "llama", True, {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"}),
             r"are one parameter, but the plan \(tp_plan\) shards them in different ways: .*Give them styles that agree",
-            id="tied",
         ),
-        pytest.param(2, "llama", True, {"lm_head": "colwise_gather_output"}, "are one parameter", id="tied-to-whole"),
+        (2, "llama", True, {"lm_head": "colwise_gather_output"}, "are one parameter"),
     ],
+    ids=["heads", "packed-parts", "tied", "tied-to-whole"],
 )
 def test_refusals_come_before_any_collective_and_leave_the_model_as_it_was(
     ranks: int, model_type: str, tied: bool | None, plan: Mapping[str, Any] | None, text: str
@@ -336,6 +304,7 @@ def styles_of_transformers() -> dict[str, str]:
     return styles
 
 
+@pytest.mark.slow
 def test_every_style_of_transformers_is_known() -> None:
     styles = styles_of_transformers()
     assert {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "moe_tp_experts"} <= styles.keys()
@@ -343,41 +312,21 @@ def test_every_style_of_transformers_is_known() -> None:
     assert not unknown
 
 
-TRANSLATED = (
-    "colwise",
-    "rowwise",
-    "colwise_rep",
-    "colwise_gather_output",
-    "rowwise_rep",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "embedding_colwise",
-    "sequence_parallel",
-)
+TRANSLATED = {"colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input"}
+TRANSLATED |= {"embedding_rowwise", "embedding_colwise", "sequence_parallel"}
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_every_style_has_an_equal_in_torch_or_is_refused_by_name(style: str) -> None:
-    if style in TRANSLATED:
+def test_every_style_has_an_equal_in_torch_or_is_refused_by_name() -> None:
+    for style in TRANSLATED:
         assert isinstance(translate_to_torch_parallel_style(style), ParallelStyle)
-        return
-    with pytest.raises(ConfigError, match=f"style '{style}' has no equal in torch.*Use it by its name in a tp_plan"):
-        translate_to_torch_parallel_style(style)
-
-
-def test_a_style_that_is_none_is_refused_with_the_nearest() -> None:
+    for style in STYLES.keys() - TRANSLATED:
+        with pytest.raises(ConfigError, match=f"style '{style}' has no equal in torch.*by its name in a tp_plan"):
+            translate_to_torch_parallel_style(style)
     with pytest.raises(ConfigError, match=r"unknown tensor-parallel style 'row_wise'\. Did you mean 'rowwise'\?"):
         translate_to_torch_parallel_style("row_wise")
     for none in (None, 3, [7]):
         with pytest.raises(ConfigError, match=f"unknown tensor-parallel style {re.escape(repr(none))}. Known: colwise"):
             translate_to_torch_parallel_style(none)  # type: ignore[arg-type]
-
-
-def test_the_model_s_plan_in_styles_of_torch() -> None:
-    plan = get_hf_tp_shard_plan(llama())
-    assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColwiseParallel)
-    assert isinstance(plan["model.layers.*.mlp.down_proj"], RowwiseParallel)
-    assert {"model.embed_tokens", "lm_head"} <= plan.keys()
 
 
 def test_models_that_torch_s_styles_cannot_shard_are_refused() -> None:
@@ -390,9 +339,14 @@ def test_models_that_torch_s_styles_cannot_shard_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "mixtral", "qwen3", "apertus", "deepseek_v2", "doge", "gemma3n_text", "llama4_text"]
+    ("model_type", "is_inside"),
+    [
+        ("llama", False),
+        ("apertus", True),
+        *(pytest.param(each, False, marks=pytest.mark.slow) for each in ("mixtral", "qwen3", "doge", "llama4_text")),
+        *(pytest.param(each, True, marks=pytest.mark.slow) for each in ("deepseek_v2", "gemma3n_text")),
+    ],
 )
-@pytest.mark.parametrize("is_inside", [False, True])
 def test_the_model_s_plan_in_styles_of_torch_is_the_one_that_is_used_without_any(
     model_type: str, is_inside: bool
 ) -> None:
@@ -445,6 +399,7 @@ def _without_corrections(task: Callable[..., Any], *args: Any) -> Any:
         plan_module._corrections = original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(plan_module._corrections()))
 def test_corrections_are_enough_and_still_needed(model_type: str) -> None:
     """One that is needed no longer can go from corrections.yaml."""

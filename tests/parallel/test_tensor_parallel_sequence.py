@@ -11,12 +11,11 @@ import torch.distributed as dist
 from support.tensor_only import assert_equal_to_single, prepare
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, open_world
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.parallel.tensor.sequence_parts import find_parts
+from meshwright.parallel.tensor.sequence_stream import find_parts
 from meshwright.step.agreement import agree
 from meshwright.step.batch import Terms
 from meshwright.strategy.ask import model_layout
@@ -34,6 +33,7 @@ GATE, UP, DOWN = (f"{BLOCK}.mlp.{name}_proj" for name in ("gate", "up", "down"))
 # -- parity where it goes beyond test_tensor_parallel.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "plan"),
     [
@@ -45,10 +45,6 @@ GATE, UP, DOWN = (f"{BLOCK}.mlp.{name}_proj" for name in ("gate", "up", "down"))
             id="a-part-that-is-no-chain",
         ),
         pytest.param("llama", {"model.layers.1.mlp.up_proj": "colwise_gather_output"}, id="one-layer"),
-        pytest.param(
-            "llama", ATTENTION | {GATE: ColwiseParallel(), UP: ColwiseParallel(), DOWN: RowwiseParallel()}, id="torch"
-        ),
-        pytest.param("starcoder2", None, id="biases"),
     ],
 )
 def test_plans_of_the_user(model_type: str, plan: Mapping[str, Any] | None) -> None:
@@ -120,7 +116,10 @@ def _refusal(model_type: str) -> tuple[str, bool]:
     return "", False
 
 
-@pytest.mark.parametrize("model_type", ["xlm", "mllama", "inkling2_text", "gemma3n_text"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["xlm", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mllama", "inkling2_text", "gemma3n_text"))],
+)
 def test_a_model_that_mixes_positions_elsewhere_is_refused_by_all_ranks_with_the_remedy(model_type: str) -> None:
     answers = pool(2).run(_refusal, model_type)
     for text, unchanged in answers:
@@ -186,6 +185,7 @@ def _odd_length_on_one_data_rank() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_wrong_length_on_one_data_rank_is_refused_by_all() -> None:
     texts = pool(4).run(_odd_length_on_one_data_rank)
     assert all("sequences of 15 tokens cannot be divided among 2 ranks" in text for text in texts), texts

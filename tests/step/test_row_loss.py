@@ -33,7 +33,7 @@ from meshwright.step.token_loss import target_loss_sum
 from meshwright.step.tokens import Tokens
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import Batch
-from meshwright.tensors.nested import tensors_in
+from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import global_batch
 from meshwright.testing.memory import limit_memory, measure_memory

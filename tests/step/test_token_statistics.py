@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright import StrategyError
-from meshwright.parallel.tensor.collectives import chunk_sizes
-from meshwright.parallel.tensor.sharded_vocabulary import ShardedVocabulary
+from meshwright.parallel.tensor.collectives import ShardedVocabulary, chunk_sizes
 from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
 from meshwright.step.token_statistics import STATISTICS, Statistic
 from meshwright.testing import pool

@@ -13,9 +13,6 @@ from torch import Tensor
 from meshwright.objectives import get_objective, list_objectives, previous_tokens
 from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.testing.case import Case
-from meshwright.testing.parity import build_manager, full_weights
-from meshwright.train.run_file import OptimizerConfig
 
 B, S, V, K = 4, 9, 13, 3
 PROMPT = 3
@@ -111,26 +108,3 @@ def evaluate(value: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Te
 
 def rows_of(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     return {name: each[rows] for name, each in batch.items()}
-
-
-def trained(
-    strategy: str, config: dict[str, Any], sizes: dict[str, int], cell: dict[str, Any], batch: dict[str, Tensor]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The task of one rank: two steps of the tiny model for an objective, losses and whole weights.
-
-    Args:
-        batch: of all data ranks, with input_ids, and without logits.
-    """
-    case = Case(optimizer=OptimizerConfig(lr=1e-2))
-    wrapper_config = {"pipeline": {"pp_microbatch_size": 2}}  # no pair apart
-    manager = build_manager(
-        strategy, config, sizes, case, wrapper_config=wrapper_config if "pp_size" in sizes else None
-    )
-    mesh, objective, losses = manager.mesh, get_objective(cell), []
-    share = len(batch["labels"]) // mesh.data_size
-    mine = [rows_of(batch, slice(mesh.data_rank * share, (mesh.data_rank + 1) * share))]
-    for _ in range(2):
-        num_tokens = manager.announce(mine, objective=objective)
-        losses.append(float(manager.forward_backward(mine, num_tokens=num_tokens, objective=objective)))
-        manager.optimizer_step()
-    return losses, full_weights(manager)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright._compat.torch import TorchDispatchMode, storage_of, written_arguments
-from meshwright.tensors.nested import tensors_in
+from meshwright.tensors.ops import tensors_in
 
 CPU = torch.device("cpu")
 ACCELERATOR = torch.device("ipu", 0)

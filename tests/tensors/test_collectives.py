@@ -1,4 +1,4 @@
-"""Measured collectives against numbers worked out by hand, on real process groups."""
+"""Measured collectives against numbers worked out by hand; those of strategies and of DDP's C++: test_traffic.py."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshwright import Mesh, MeshSizes, count_tokens, open_world
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
+from meshwright.testing import pool
 from meshwright.testing.collectives import Collective, Traffic, measure_collectives
-from meshwright.testing.parity import build_manager, train_steps
 
 
 def _plain(traffic: Traffic) -> list[tuple[str, int, torch.dtype, int]]:
@@ -99,69 +93,6 @@ def _redistribute() -> Traffic:
 def test_a_redistributed_dtensor_is_seen_under_the_name_of_its_group() -> None:
     for traffic in pool(2).run(_redistribute):
         assert traffic.calls == (Collective("all_gather", "mine", 2, torch.float32, 2 * 2 * 5 * 4),)
-
-
-def _tensor_parallel() -> tuple[int, Traffic, Traffic]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    loss = None
-
-    def forward() -> None:
-        nonlocal loss
-        loss = model(torch.ones(5, 8, requires_grad=True)).sum()
-
-    groups = {"tp": mesh.get_group()}
-    seen = measure_collectives(forward, groups)
-    return 5 * 8 * 4, seen, measure_collectives(lambda: loss.backward(), groups)
-
-
-def test_tensor_parallel_all_reduces_once_in_forward_and_once_in_backward() -> None:
-    for size, forward, backward in pool(2).run(_tensor_parallel):
-        assert forward.calls == (Collective("all_reduce", "tp", 2, torch.float32, size),)
-        assert backward.calls == (Collective("all_reduce", "tp", 2, torch.float32, size),)
-
-
-def _hsdp() -> tuple[Traffic, Traffic]:
-    world = open_world("cpu")
-    mesh = Mesh(MeshSizes(dp_replicate_size=2, dp_size=4).resolve(world.size), world)
-    model = nn.Linear(4, 6)  # 24 + 6 elements, both divisible by 2
-    fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"], reshard_after_forward=True)
-    groups = {"shard": mesh.group("dp_shard"), "replicate": mesh.group("dp_replicate")}
-    loss = None
-
-    def forward() -> None:
-        nonlocal loss
-        loss = model(torch.ones(2, 4)).sum()
-
-    return measure_collectives(forward, groups), measure_collectives(lambda: loss.backward(), groups)
-
-
-def test_hsdp_gathers_and_scatters_along_one_axis_and_reduces_shards_along_the_other() -> None:
-    for forward, backward in pool(4).run(_hsdp):
-        gather = Collective("all_gather", "shard", 2, torch.float32, 30 * 4)
-        assert forward.calls == (gather,)
-        assert backward.calls == (
-            gather,
-            Collective("reduce_scatter", "shard", 2, torch.float32, 30 * 4),
-            Collective("all_reduce", "replicate", 2, torch.float32, 15 * 4),
-        )
-
-
-def _ddp_step() -> tuple[int, Traffic]:
-    case = Case()
-    manager = build_manager("ddp", {}, {}, case)
-    train_steps(manager, case, range(1))
-    batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
-    tokens = count_tokens(batches, manager.mesh)
-    seen = measure_collectives(lambda: manager.forward_backward(batches, num_tokens=tokens))
-    return sum(p.numel() * p.element_size() for p in manager.model_parts[0].parameters()), seen
-
-
-def test_reductions_that_ddp_issues_in_c_plus_plus_are_seen() -> None:
-    for size, traffic in pool(2).run(_ddp_step):
-        large = [each for each in traffic.of("all_reduce") if each.bytes > 1000]
-        assert sum(each.bytes for each in large) == size
 
 
 def test_traffic_selects_and_adds_up() -> None:

@@ -38,10 +38,14 @@ def _refused(strategy: str, sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "sizes"),
     [
-        ("single", 1, {}),
-        *((strategy, 2, {}) for strategy in ("fsdp2", "ddp", "megatron_fsdp")),
         ("fsdp2", 2, {"tp_size": 2}),
-        ("fsdp2", 2, {"pp_size": 2}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                *(("single", 1, {}), ("fsdp2", 2, {}), ("ddp", 2, {}), ("megatron_fsdp", 2, {})),
+                ("fsdp2", 2, {"pp_size": 2}),
+            )
+        ),
     ],
 )
 def test_a_trained_parameter_without_elements_is_refused_on_all_ranks(
@@ -61,6 +65,7 @@ def _by_hand(frozen: bool) -> float:
     return float(loss)
 
 
+@pytest.mark.slow
 def test_the_functions_refuse_it_too_and_take_one_that_is_frozen() -> None:
     with pytest.raises(mw.RankError, match=TOLD):
         pool(2).run(_by_hand, False)

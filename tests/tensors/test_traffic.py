@@ -22,6 +22,7 @@ from meshwright.testing.collectives import measure_collectives
 from meshwright.train.optim import optimizer_factory
 from meshwright.train.run_file import OptimizerConfig
 
+SLOW = pytest.mark.slow
 WIDTH = 4
 """Bytes of an element: float32."""
 L, FEATURES, INNER, VOCAB, EXPERTS, CHOSEN = 4, 128, 256, 256, 4, 2
@@ -313,7 +314,11 @@ def _rows(found: list[Measured], rank: int) -> Sent:
     return {"all_to_all ep": rows * FEATURES * WIDTH} if arrived else {}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+FIRST = ("fsdp2", "ddp, distributed optimizer")
+"""Layouts of two ranks that are measured in every run of the tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else SLOW) for name in LAYOUTS])
 def test_a_step_sends_the_least_and_what_is_told_beside_it(name: str) -> None:
     layout = LAYOUTS[name]
     found = pool(layout.ranks).run(_measured, name)
@@ -353,7 +358,7 @@ def _fed(name: str, dtype: torch.dtype | None) -> list[tuple[str, int, int]]:
     return [(each.kind, each.ranks, each.bytes) for each in traffic]
 
 
-@pytest.mark.parametrize("name", FED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "fsdp2" else SLOW) for name in FED])
 def test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them(name: str) -> None:
     ranks, kind, least, most = FED[name]
     for found in pool(LAYOUTS[name].ranks).run(_fed, name, torch.bfloat16):

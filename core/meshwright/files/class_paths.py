@@ -39,7 +39,7 @@ _BUILT_IN_FUNCTIONS = (
     "meshwright.step.token_loss.target_loss_sum",
     "meshwright_fsdp2.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
-    "meshwright.parallel.tensor.hf_plan.get_hf_tp_shard_plan",
+    "meshwright.parallel.tensor.plan.get_hf_tp_shard_plan",
 )
 # Not the scripts that convert checkpoints, which are next to the modelling code.
 _MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")

@@ -26,7 +26,7 @@ from ..base.errors import MeshwrightError, StrategyError
 from ..files.terminal import warn
 from ..mesh.world import World
 from ..strategy.contract import OptimizerFactory
-from ..tensors.known_values import with_values
+from ..tensors.ops import with_values
 from ..tensors.state import Parts, whole_tensor
 from ..train.optim import needs_closure
 from ..train.optimizers import members_of

@@ -28,7 +28,7 @@ from .._compat.torch import (
     is_communication,
     written_arguments,
 )
-from ..tensors.nested import tensors_in
+from ..tensors.ops import tensors_in
 from .knapsack import Operator, Profile
 
 COMMUNICATION = "communication"

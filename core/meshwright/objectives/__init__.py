@@ -1,4 +1,4 @@
-"""What is trained for: objectives that ship, chosen by name, each a frozen config called with tokens and a batch."""
+"""Training objectives, chosen by name: each a frozen config that is called with token statistics and a batch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,8 @@ from .supervised import CrossEntropy, Distill, Unlikelihood
 if TYPE_CHECKING:
     from .functions import previous_tokens as previous_tokens
 
-__all__ = [
-    "DPO",
-    "GRPO",
-    "KTO",
-    "ORPO",
-    "PPO",
-    "Column",
-    "CrossEntropy",
-    "Distill",
-    "Objective",
-    "Reward",
-    "SimPO",
-    "Unlikelihood",
-    "Value",
-    "check_objective",
-    "get_objective",
-    "list_objectives",
-    "previous_tokens",
-]
+__all__ = ["DPO", "GRPO", "KTO", "ORPO", "PPO", "Column", "CrossEntropy", "Distill", "Objective", "Reward", "SimPO"]
+__all__ += ["Unlikelihood", "Value", "check_objective", "get_objective", "list_objectives", "previous_tokens"]
 
 
 def __getattr__(name: str) -> object:

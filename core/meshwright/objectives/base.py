@@ -1,17 +1,13 @@
-"""What the objectives that ship have in common: options as a frozen config, and columns of which the shapes are known.
+"""Base classes of objectives; imports no torch.
 
-[Note: sums] An objective returns the sum over a microbatch's tokens, sequences or pairs, and the manager divides it by
-how many of these the whole step has, whatever rank or microbatch they are in. So a mean over the step is what `count`
-counts; a mean within a sequence is taken in the sum; a mean over a microbatch, which would weigh a token by how many
-others are in it, is nowhere. A row of which all labels are masked counts for nothing, and nothing that its columns hold
-reaches a gradient.
+[Note: sums] An objective returns a sum over a microbatch's tokens, sequences or pairs, and the manager divides it by
+the number of these in the whole step, over all microbatches and ranks. `count` says what is counted. A mean within a
+sequence is taken inside the sum; no mean is taken over a microbatch. A row whose labels are all masked adds nothing.
 
-[Note: columns] A column (B, S) is aligned with positions, as `Tokens` is: entry s goes with the prediction of token
-s + 1. The last one, and those of masked labels, are never read.
+[Note: columns] A column (B, S) is aligned with positions: entry s belongs to the prediction of token s + 1. The last
+entry, and those of masked labels, are never read.
 
 Shapes: B rows of a microbatch, S positions of each, P pairs of rows, D documents, K entries of a position.
-
-This module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +15,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
 
 from ..base.errors import BatchError
 from ..base.validation import FrozenModel
@@ -31,18 +29,15 @@ if TYPE_CHECKING:
 Columns: TypeAlias = "Mapping[str, Tensor]"
 Sums: TypeAlias = "dict[str, Tensor]"
 Kind = Literal["float", "int", "bool"]
+On = Literal["tokens", "outputs"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the batch.
-
-    Attributes:
-        name: its key.
-        shapes: what it may be, such as "B" or "B S".
-        kind: of its numbers.
-        needed: whether the objective cannot do without.
-    """
+    """A column of the batch: name, allowed shapes such as "B" or "B S", kind of numbers, whether it is required."""
 
     name: str
     shapes: tuple[str, ...]
@@ -50,7 +45,7 @@ class Column:
     needed: bool = True
 
     def wrong(self, tensor: Tensor, rows: int, positions: int) -> str | None:
-        """What is wrong with one, or None."""
+        """Describe what is wrong with a tensor, or return None."""
         sizes = {"B": rows, "S": positions}
         allowed = [[sizes.get(each) for each in shape.split()] for shape in self.shapes]
         if not any(_fits(tuple(tensor.shape), shape) for shape in allowed):
@@ -63,46 +58,38 @@ class Column:
 
 
 class Objective(FrozenModel):
-    """Base of the objectives that ship: callable as `objective(tokens, batch)`; see [Note: sums] and [Note: columns].
+    """Base of registered objectives, called as `objective(tokens, batch)`; see [Note: sums] and [Note: columns].
 
     Attributes:
         name: by which `get_objective` finds it.
-        on: what the first argument is, the statistics of tokens or the outputs of a model with another head.
+        on: the first argument: token statistics, or the outputs of a model with another head.
         rows: how many consecutive rows belong together.
     """
 
     name: ClassVar[str]
-    on: ClassVar[Literal["tokens", "outputs"]] = "tokens"
+    on: ClassVar[On] = "tokens"
     rows: ClassVar[int] = 1
 
     @abstractmethod
     def __call__(self, tokens: Any, batch: Columns) -> Tensor | tuple[Tensor, Sums]:
-        """The sum over a microbatch, scalar, and further sums by name."""
+        """Return the sum over a microbatch, scalar, and further sums by name."""
 
     @property
     def takes(self) -> tuple[Column, ...]:
-        """The columns that these options ask for, also those that may be left out."""
+        """The columns that these options read, required or not."""
         return ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns that these options cannot do without."""
+        """Names of the required columns."""
         return tuple(each.name for each in self.takes if each.needed)
 
     def count(self, batch: Columns) -> int:
-        """What the sum of a whole microbatch is divided by, on the host: targets, unless a class says otherwise.
-
-        Args:
-            batch: `labels`, int64, (B, S), and the columns.
-        """
+        """Return what a whole microbatch adds to the divisor, on the host: by default its number of targets."""
         return int(predicted(batch).sum())
 
     def check(self, batch: Columns) -> None:
-        """Refuse a whole microbatch that it cannot be called with, on the host.
-
-        Raises:
-            BatchError: a column lacks, or has another shape or dtype.
-        """
+        """Raise BatchError if a column of a whole microbatch is missing or has another shape or dtype, on the host."""
         rows, positions = batch["labels"].shape
         if rows % self.rows:
             raise BatchError(
@@ -130,7 +117,7 @@ class SequenceObjective(Objective):
 
 
 def predicted(batch: Columns) -> Tensor:
-    """Which positions predict a label, bool, (B, S - 1): the last one never does."""
+    """Return which positions predict a label, bool, (B, S - 1)."""
     return batch["labels"][:, 1:] != IGNORED_LABEL
 
 

@@ -1,16 +1,16 @@
-"""Objectives over a head with one feature, of models of the token or sequence classification kind: values, rewards.
+"""Objectives of models with a one-feature head: values of tokens, rewards of sequences.
 
 Shapes: B rows of a microbatch, S positions of each, P = B / 2 pairs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from ..base.errors import ModelError
-from .base import Column, Columns, Objective, SequenceObjective, Sums
+from .base import Column, Columns, NotNegative, Objective, On, Positive, SequenceObjective, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,25 +19,19 @@ if TYPE_CHECKING:
 
 
 class Value(Objective):
-    """How good a state is: half the squared error of a head over tokens, v, against returns R at the positions that
-    predict a token. With `clip` c and the values v_old of the time of the rollout,
+    """Half the squared error of values v against returns R at the positions that predict a token, divided by targets.
 
-        max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2
-
-    and without, (v - R)^2 / 2; divided by the number of targets. The model's head has one feature.
+    With `clip` c and the values v_old of the rollout, max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
 
     Columns: `returns` (B, S); `old_values` (B, S) with `clip`.
-    Sums: `value` of v, `clipfrac`, where the clipped error is the larger.
-    Source: Schulman et al. 2016, arXiv:1506.02438; the clip is that of OpenAI's baselines of arXiv:1707.06347. In trl:
-    once `cliprange_value` of PPOTrainer.
+    Sums: `value`; `clipfrac`, where the clipped error is the larger one.
+    Source: Schulman et al. 2016, arXiv:1506.02438; OpenAI's baselines of arXiv:1707.06347 for the clip.
     """
 
     name: ClassVar[str] = "value"
-    on: ClassVar[Literal["tokens", "outputs"]] = "outputs"
+    on: ClassVar[On] = "outputs"
 
-    clip: float | None = Field(
-        default=0.2, gt=0, allow_inf_nan=False, description="How far a value may move; null: any."
-    )
+    clip: Positive | None = Field(default=0.2, description="How far a value may move; null: any.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -53,7 +47,7 @@ class Value(Objective):
         each = {"value": value_BS}
         if self.clip is not None:
             old_BS = at_targets(outputs, batch["old_values"], value_BS)
-            # What is within the clip is itself, not that and a rounding.
+            # Clamping leaves a value inside the range unchanged, without rounding.
             clipped_BS = (value_BS.clamp(old_BS - self.clip, old_BS + self.clip) - returns_BS) ** 2
             each["clipfrac"] = (clipped_BS > error_BS).to(error_BS.dtype)
             error_BS = error_BS.maximum(clipped_BS)
@@ -61,24 +55,23 @@ class Value(Objective):
 
 
 class Reward(SequenceObjective):
-    """Which of two answers is better: for rewards c of the chosen and r of the rejected row, of a head over sequences,
+    """Reward model loss of pairs, for rewards c of the chosen and r of the rejected row, divided by pairs:
 
         -log sigmoid(c - r - margin) + center (c + r)^2
 
-    divided by the number of pairs. Rows are pairs, 2i chosen and 2i + 1 rejected; a pair counts if it has any target.
-    The model's head has one feature.
+    Row 2i is chosen, 2i + 1 rejected.
 
-    Columns: `margin` (B,), if the batch has it: that of the chosen row.
+    Columns: `margin` (B,) of the chosen row, optional.
     Sums: `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies`.
     Source: Bradley and Terry 1952; margins of Touvron et al. 2023, arXiv:2307.09288; centring of Eisenstein et al.
     2023, arXiv:2312.09244. In trl: RewardTrainer, `center_rewards_coefficient`.
     """
 
     name: ClassVar[str] = "reward"
-    on: ClassVar[Literal["tokens", "outputs"]] = "outputs"
+    on: ClassVar[On] = "outputs"
     rows: ClassVar[int] = 2
 
-    center: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Factor of the square of a pair's sum.")
+    center: NotNegative = Field(default=0.0, description="Factor of the square of a pair's sum.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -99,11 +92,7 @@ class Reward(SequenceObjective):
 
 
 def feature(logits: Tensor, dims: int, name: str) -> Tensor:
-    """The one feature of a head, in float32 or wider, without its dimension.
-
-    Raises:
-        ModelError: the head is of another kind.
-    """
+    """Return the one feature of a head, at least float32, without its dim; raises ModelError for other heads."""
     from .functions import wide
 
     if logits.dim() != dims or logits.shape[-1] != 1:

@@ -1,8 +1,8 @@
 """The arithmetic of `policy.GRPO` for one microbatch.
 
-[Note: whole sequences only] Where a factor is one for a whole sequence, as a ratio by sequence, it is put to sums over
-sequences, not back to tokens: -sum_t min(r A_t, c A_t) is -(min(r, c) sum_t A_t+ + max(r, c) sum_t A_t-), A+ and A-
-being the positive and the negative advantages. So rows and packed documents go one way.
+A factor per sequence, such as a ratio by sequence, is applied to sums over sequences: -sum_t min(r A_t, c A_t) equals
+-(min(r, c) sum_t A_t+ + max(r, c) sum_t A_t-), with the positive and negative advantages A+ and A-. So rows and packed
+documents are treated alike.
 
 Shapes: B rows of a microbatch, S positions of each, D sequences: rows, or the documents in them.
 """
@@ -20,24 +20,19 @@ from .functions import at_targets
 if TYPE_CHECKING:
     from ..step.tokens import Tokens
     from .base import Columns, Sums
-    from .policy_options import PolicyOptions
+    from .policy import GRPO
 
 
 class PolicyLoss:
-    """One microbatch of an objective; each part is summed over sequences.
+    """One microbatch of an objective; every part is summed over each sequence."""
 
-    Args:
-        options: of the objective.
-        tokens, batch: as it is called with.
-    """
-
-    def __init__(self, options: PolicyOptions, tokens: Tokens, batch: Columns) -> None:
+    def __init__(self, options: GRPO, tokens: Tokens, batch: Columns) -> None:
         self.options, self._tokens, self._batch = options, tokens, batch
         self._log_probs_BS = tokens.log_probs
         self._advantages_BS = self._column("advantages")
 
     def result(self) -> tuple[Tensor, Sums]:
-        """The sum, scalar, and further ones."""
+        """Return the sum, scalar, and further sums."""
         options, dtype = self.options, self._log_probs_BS.dtype
         loss_D, (low, high) = self._surrogate()
         clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
@@ -73,7 +68,7 @@ class PolicyLoss:
             once_D, clipped_D = self._clips(ratio)
             up_D, down_D = self._sum(advantages_BS.clamp(min=0)), self._sum(advantages_BS.clamp(max=0))
             surrogate_D = -(torch.minimum(once_D, clipped_D) * up_D + torch.maximum(once_D, clipped_D) * down_D)
-            # By the sequence's advantage, which is one number wherever there is one for each sequence.
+            # The sign of the sequence's total advantage: its tokens usually share one.
             mean_D = self._sum(self._advantages_BS)
             gains, losses = mean_D > 0, mean_D < 0
         surrogate_D = surrogate_D if weight_D is None else surrogate_D * weight_D
@@ -86,7 +81,7 @@ class PolicyLoss:
         return once, ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
 
     def _correction(self, old_BS: Tensor) -> Tensor:
-        """What corrects for another engine's probabilities: (B, S) by token, (D,) by sequence; no gradient."""
+        """Importance weights of another engine's rollouts: (B, S) by token, (D,) by sequence; no gradient."""
         kind = self.options.correction or ""
         difference = (old_BS - self._column("sampling_log_probs")).nan_to_num(nan=0.0).detach()
         factor = (self._sum(difference) if kind.startswith("sequence") else difference).exp()
@@ -98,11 +93,10 @@ class PolicyLoss:
         return at_targets(self._tokens, self._batch[name], self._log_probs_BS)
 
     def _sum(self, values_BS: Tensor) -> Tensor:
-        """Over each sequence, (D,), of what is 0 where there is no target."""
         return self._tokens.document_sum(values_BS) if self.options.packed else self._tokens.sequence_sum(values_BS)
 
     def _of_each(self, values: Tensor) -> Tensor:
-        """Summed over each sequence's tokens, (D,): of values by token, or by sequence."""
+        """Sum values by token, or by sequence, over each sequence's tokens, (D,)."""
         return self._sum(values) if self.options.importance == "token" else values * self._lengths_D
 
     @cached_property

@@ -1,17 +1,17 @@
-"""Objectives of preferences: pairs of which one answer is chosen and one rejected, or single answers, wanted or not.
+"""Preference objectives: pairs of a chosen and a rejected answer, or single answers that are desirable or not.
 
-A pair is two consecutive rows: 2i is chosen, 2i + 1 rejected. Labels are masked but for the answers.
+A pair is two consecutive rows: 2i is chosen, 2i + 1 rejected. All labels but the answers' are masked.
 
 Shapes: B rows of a microbatch, S positions of each, P = B / 2 pairs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Column, Columns, SequenceObjective, Sums
+from .base import Column, Columns, NotNegative, Positive, SequenceObjective, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,11 +21,25 @@ if TYPE_CHECKING:
 REFERENCE = Column("reference_log_probs", ("B", "B S"))
 BETA = "Factor of the log-ratios: how far the model may go from the reference."
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+PairLossName = Literal[
+    "sigmoid",
+    "robust",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "sigmoid_norm",
+]
 
 
 class DPO(SequenceObjective):
-    """Preferences without a reward model. With the sum over an answer of log p - log p_reference as w for the chosen
-    and l for the rejected one, h = beta (w - l), s = sigmoid, and n the numbers of their tokens, a pair's `loss` is
+    """Preference loss without a reward model, divided by the number of pairs. With w and l the sums over the chosen
+    and the rejected answer of log p - log p_reference, h = beta (w - l), s = sigmoid, and token counts n, `loss` is
 
         sigmoid      -log s(h); with label_smoothing e, -(1 - e) log s(h) - e log s(-h) (cDPO)
         robust       (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e), arXiv:2403.00409
@@ -39,8 +53,7 @@ class DPO(SequenceObjective):
         apo_down     s(beta w) + 1 - s(h), arXiv:2408.06266
         sigmoid_norm -log s(beta (w / n_w - l / n_l))
 
-    and rpo_alpha times the mean of -log p over the chosen answer's tokens; divided by the number of pairs. With
-    `reference_free`, log p_reference is 0.
+    plus rpo_alpha times the mean of -log p over the chosen answer's tokens. `reference_free`: log p_reference is 0.
 
     Columns: `reference_log_probs`, (B, S) as `manager.token_stats` gives them, or (B,) summed over answers.
     Sums: `rewards/chosen`, `rewards/rejected` (beta w, beta l), `rewards/margins`, `rewards/accuracies`,
@@ -52,29 +65,14 @@ class DPO(SequenceObjective):
     name: ClassVar[str] = "dpo"
     rows: ClassVar[int] = 2
 
-    loss: Literal[
-        "sigmoid",
-        "robust",
-        "hinge",
-        "ipo",
-        "exo_pair",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "sigmoid_norm",
-    ] = Field(default="sigmoid", description="What is made of a pair.")
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False, description=BETA)
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="How often a label is wrong; for sigmoid, robust and exo_pair."
+    loss: PairLossName = Field(default="sigmoid", description="What is made of a pair.")
+    beta: Positive = Field(default=0.1, description=BETA)
+    label_smoothing: Smoothing = Field(
+        default=0.0, description="How often a label is wrong; for sigmoid, robust and exo_pair."
     )
     reference_free: bool = Field(default=False, description="Compare with nothing; the column is not needed.")
-    rpo_alpha: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Factor of the chosen answer's mean negative log-probability.",
+    rpo_alpha: NotNegative = Field(
+        default=0.0, description="Factor of the chosen answer's mean negative log-probability."
     )
 
     @model_validator(mode="after")
@@ -93,8 +91,7 @@ class DPO(SequenceObjective):
         return () if self.reference_free else (REFERENCE,)
 
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, total
-        from .pair_losses import PAIR_LOSSES
+        from .functions import PAIR_LOSSES, kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, total
 
         own_B, kept_P = sequence_log_probs(tokens), kept_pairs(tokens)
         ratio_B = own_B if self.reference_free else own_B - sequence_log_probs(tokens, batch[REFERENCE.name])
@@ -110,30 +107,29 @@ class DPO(SequenceObjective):
 
 
 class KTO(SequenceObjective):
-    """Single answers that are wanted or not. With w the sum over an answer of log p - log p_reference and s = sigmoid,
+    """Loss of single answers, divided by their number. With w the sum over an answer of log p - log p_reference,
 
-        desirable_weight (1 - s(beta (w - kl))) where the answer is wanted,
-        undesirable_weight (1 - s(beta (kl - w))) where it is not;
+        desirable_weight (1 - sigmoid(beta (w - kl))) where the answer is desirable,
+        undesirable_weight (1 - sigmoid(beta (kl - w))) where it is not;
 
-    `apo_zero_unpaired`: the same with kl = 0. Divided by the number of answers.
+    `apo_zero_unpaired`: the same with kl = 0.
 
-    kl estimates how far the model has gone from the reference: at least 0, the mean over the global batch of the sums
-    of log p - log p_reference over answers that belong to other prompts. A mean over the batch is no sum over its
-    tokens, so that it is a column: before a step, shift the answers by one prompt, take `manager.token_stats` of these
-    with the model and the reference, and the mean of their difference over all ranks; see docs/objectives.md.
+    kl, at least 0, estimates how far the model is from the reference: the mean over the global batch of the sums of
+    log p - log p_reference over answers to other prompts. That is no sum over this batch's tokens, so it is a column,
+    computed before the step: see docs/objectives.md.
 
     Columns: `reference_log_probs`, (B, S) or (B,); `desirable` (B,), bool; `reference_kl` (B,), for `kto`.
-    Sums: `rewards/chosen` and `logps/chosen` over wanted answers, `rewards/rejected` and `logps/rejected` over others,
-    `count/chosen`, `count/rejected`, how many they are.
+    Sums: `rewards/chosen` and `logps/chosen` over desirable answers, `rewards/rejected` and `logps/rejected` over
+    others, and their numbers, `count/chosen` and `count/rejected`.
     Source: Ethayarajh et al. 2024, arXiv:2402.01306; arXiv:2408.06266. In trl: KTOTrainer.
     """
 
     name: ClassVar[str] = "kto"
 
     loss: Literal["kto", "apo_zero_unpaired"] = Field(default="kto", description="Whether kl takes part.")
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False, description=BETA)
-    desirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Of wanted answers.")
-    undesirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Of others.")
+    beta: Positive = Field(default=0.1, description=BETA)
+    desirable_weight: NotNegative = Field(default=1.0, description="Of wanted answers.")
+    undesirable_weight: NotNegative = Field(default=1.0, description="Of others.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -157,51 +153,43 @@ class KTO(SequenceObjective):
 
 
 class ORPO(SequenceObjective):
-    """Preferences in one stage, without a reference. With a and b the mean log-probability of the chosen and the
-    rejected answer's tokens, and odds(x) = exp(x) / (1 - exp(x)),
+    """Preference loss in one stage, without a reference, divided by pairs. With a and b the mean log-probability of the
+    chosen and the rejected answer's tokens, and odds(x) = exp(x) / (1 - exp(x)),
 
         -a - beta log sigmoid(log(odds(a) / odds(b)))
-
-    divided by the number of pairs.
 
     Sums: `rewards/...` of `dpo`, of beta a and beta b; `logps/chosen` and `logps/rejected` (a and b), `nll`,
     `log_odds_ratio`, `log_odds_chosen`; over pairs.
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7, where beta is lambda. In trl: ORPOTrainer
-    (experimental), which takes the first term over prompt and answer, and as a mean over all chosen tokens of a
-    microbatch.
+    (experimental), whose first term is over prompt and answer, and a mean over all chosen tokens of a microbatch.
     """
 
     name: ClassVar[str] = "orpo"
     rows: ClassVar[int] = 2
 
-    beta: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="Factor of the odds ratio.")
+    beta: NotNegative = Field(default=0.1, description="Factor of the odds ratio.")
 
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
         from .functions import kept_pairs, lengths, log1mexp, log_sigmoid, pairs, reward_sums, sequence_log_probs, total
 
         own_B, kept_P = sequence_log_probs(tokens), kept_pairs(tokens)
-        # A row without targets has the probability 1, of which the odds are infinite.
+        # A row without targets has probability 1, whose odds are infinite.
         mean_B = (own_B / lengths(tokens)).where(tokens.mask.any(1), -1.0)
         chosen_P, rejected_P = pairs(mean_B)
         odds_P = (chosen_P - rejected_P) - (log1mexp(chosen_P) - log1mexp(rejected_P))
         ratio_P = log_sigmoid(odds_P)
-        each = {
-            "logps/chosen": chosen_P,
-            "logps/rejected": rejected_P,
-            "nll": -chosen_P,
-            "log_odds_ratio": ratio_P,
-            "log_odds_chosen": odds_P,
-        }
+        each = {"logps/chosen": chosen_P, "logps/rejected": rejected_P, "nll": -chosen_P}
+        each |= {"log_odds_ratio": ratio_P, "log_odds_chosen": odds_P}
         rewards = reward_sums(self.beta * chosen_P, self.beta * rejected_P, kept_P)
         return (-chosen_P - self.beta * ratio_P).where(kept_P, 0.0).sum(), rewards | total(each, kept_P)
 
 
 class SimPO(SequenceObjective):
-    """Preferences by the mean log-probability of answers, a of the chosen and b of the rejected one, no reference:
+    """Preference loss on mean log-probabilities, a of the chosen and b of the rejected answer, divided by pairs:
 
         -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta (a - b) - gamma, e = label_smoothing
 
-    and sft_weight times -a; divided by the number of pairs.
+    plus sft_weight times -a.
 
     Sums: `rewards/...` of `dpo`, of beta a and beta b; `logps/chosen`, `logps/rejected` (a, b), and `nll`; over pairs.
     Source: Meng et al. 2024, arXiv:2405.14734. In trl: CPOTrainer (experimental) with loss_type="simpo", `simpo_gamma`,
@@ -211,18 +199,13 @@ class SimPO(SequenceObjective):
     name: ClassVar[str] = "simpo"
     rows: ClassVar[int] = 2
 
-    beta: float = Field(default=2.0, gt=0, allow_inf_nan=False, description="Factor of the mean log-probabilities.")
-    gamma: float = Field(
-        default=0.5, ge=0, allow_inf_nan=False, description="By how much the chosen one is to be better."
-    )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="How often a label is wrong.")
-    sft_weight: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Factor of the chosen answer's cross entropy."
-    )
+    beta: Positive = Field(default=2.0, description="Factor of the mean log-probabilities.")
+    gamma: NotNegative = Field(default=0.5, description="By how much the chosen one is to be better.")
+    label_smoothing: Smoothing = Field(default=0.0, description="How often a label is wrong.")
+    sft_weight: NotNegative = Field(default=0.0, description="Factor of the chosen answer's cross entropy.")
 
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, total
-        from .pair_losses import smoothed
+        from .functions import kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, smoothed, total
 
         kept_P = kept_pairs(tokens)
         chosen_P, rejected_P = pairs(sequence_log_probs(tokens) / lengths(tokens))

@@ -1,4 +1,4 @@
-"""Objectives that are given what to say: cross entropy, distillation, unlikelihood.
+"""Objectives with a given target: cross entropy, distillation, unlikelihood.
 
 Shapes: B rows of a microbatch, S positions of each, K entries of a position.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Column, Columns, Objective, Sums, predicted
+from .base import Column, Columns, Fraction, NotNegative, Objective, Positive, Sums, predicted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,30 +18,25 @@ if TYPE_CHECKING:
 
 
 class CrossEntropy(Objective):
-    """Cross entropy of the next token, smoothed, held down and weighed as options say.
+    """Cross entropy of the next token with label smoothing, z-loss and weights, divided by the number of targets.
 
-    For each target y with p = softmax(l) over V entries, Z = sum(exp(l)), and its weight w:
+    For each target y with weight w, p = softmax(l) over V entries, and Z = sum(exp(l)):
 
         w ((1 - label_smoothing) (-log p_y) + label_smoothing / V sum_v(-log p_v) + z_loss (log Z)^2)
 
-    divided by the number of targets, of which those of weight 0 are none. So weights of 0 and 1 mask, and give the mean
-    that torch's and Megatron's do; others say how much a target counts beside one of weight 1, and are not divided by
-    their sum. `last_sums["weights"]` has it.
+    Targets of weight 0 are not counted. Weights of 0 and 1 mask, with the mean of torch and Megatron; other weights
+    are relative to 1 and are not divided by their sum, which `last_sums["weights"]` has.
 
-    Columns: `weights` (B, S), if the batch has it.
-    Sums: `correct`, targets with no likelier token; `entropy`; each if asked for by `sums`. `weights` with the column.
+    Columns: `weights` (B, S), optional.
+    Sums: `correct`, targets with no likelier token, and `entropy`, if named in `sums`; `weights` with the column.
     Sources: `label_smoothing` of torch.nn.functional.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567); z-loss of
     Chowdhery et al. 2022, arXiv:2204.02311, section 5. In trl: SFTTrainer, whose `mean_token_accuracy` is `correct`.
     """
 
     name: ClassVar[str] = "cross_entropy"
 
-    label_smoothing: float = Field(
-        default=0.0, ge=0, le=1, description="Part of the target that all tokens share evenly."
-    )
-    z_loss: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Factor of the squared logsumexp; 1e-4 in the paper."
-    )
+    label_smoothing: Fraction = Field(default=0.0, description="Part of the target that all tokens share evenly.")
+    z_loss: NotNegative = Field(default=0.0, description="Factor of the squared logsumexp; 1e-4 in the paper.")
     sums: list[Literal["correct", "entropy"]] = Field(
         default=[], description="What else is summed; each costs a little."
     )
@@ -78,11 +73,9 @@ class CrossEntropy(Objective):
 
 
 class Unlikelihood(Objective):
-    """Cross entropy, and tokens that are not to be said: for each target y with candidates C,
+    """Cross entropy plus a penalty on the candidates C of each target y, divided by the number of targets:
 
-        -log p_y - alpha sum_{c in C} log(1 - p_c)
-
-    with 1 - p_c of at least 1e-5, as in the authors' code; divided by the number of targets.
+        -log p_y - alpha sum_{c in C} log(1 - p_c), 1 - p_c of at least 1e-5, as in the authors' code
 
     Columns: `negatives` (B, S, K), int64, -100 for none; `meshwright.objectives.previous_tokens` makes the paper's.
     Sums: `nll` and `unlikelihood`, the two terms without alpha.
@@ -91,7 +84,7 @@ class Unlikelihood(Objective):
 
     name: ClassVar[str] = "unlikelihood"
 
-    alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Factor of the second term.")
+    alpha: NotNegative = Field(default=1.0, description="Factor of the second term.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -109,38 +102,31 @@ class Unlikelihood(Objective):
 
 
 class Distill(Objective):
-    """The divergence of the student p from a teacher q, of whom the likeliest entries of each position are known.
-
-    `beta` 0 is the forward KL(q || p), 1 the reverse KL(p || q), and between them the generalised Jensen-Shannon
-    divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p. At each position
+    """Divergence of the student p from the top entries of a teacher q at each position, divided by targets:
 
         weight D + (1 - weight) (-log p_y), y the label
 
-    divided by the number of targets. What the teacher's entries leave out is one entry more with the rest of the mass
-    of each (`rest: entry`), or the mass that is left is made 1 in both (`rest: renormalize`). With all V entries both
-    are the whole divergence.
+    D is the forward KL(q || p) for `beta` 0, the reverse KL(p || q) for 1, and between them the generalised
+    Jensen-Shannon divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p. The mass outside of
+    the teacher's entries is one more entry (`rest: entry`), or both are normalized (`rest: renormalize`).
 
-    A temperature T divides all logits. With `rest: renormalize` that is exact, since the sum over other entries
-    cancels; with `rest: entry` it would take a sum over the vocabulary that nothing here has, so that only 1 is
-    allowed. The teacher's column holds its log-probabilities at T = 1, and nothing is multiplied by T^2.
+    A temperature divides all logits. It needs `rest: renormalize`, where the sum over other entries cancels. The
+    teacher's log-probabilities are those at temperature 1, and nothing is multiplied by its square.
 
     Columns: `teacher_ids` (B, S, K), int64, -100 for fewer; `teacher_log_probs` (B, S, K).
     Sums: `divergence`, and `nll` with a weight below 1.
     Source: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649. In trl: `beta` of
-    DistillationTrainer and GKDTrainer on whole vocabularies; of the server's top-k, `rest: entry` is
-    `loss_add_tail=True`.
+    DistillationTrainer and GKDTrainer; on the server's top-k, `rest: entry` is `loss_add_tail=True`.
     """
 
     name: ClassVar[str] = "distill"
 
-    beta: float = Field(default=0.0, ge=0, le=1, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
+    beta: Fraction = Field(default=0.0, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
     rest: Literal["entry", "renormalize"] = Field(
         default="entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
     )
-    temperature: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="Of both; other than 1 with renormalize."
-    )
-    weight: float = Field(default=1.0, ge=0, le=1, description="Of the divergence; 1 - weight is the cross entropy's.")
+    temperature: Positive = Field(default=1.0, description="Of both; other than 1 with renormalize.")
+    weight: Fraction = Field(default=1.0, description="Of the divergence; 1 - weight is the cross entropy's.")
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Distill:
@@ -173,7 +159,7 @@ class Distill(Objective):
         return loss_BS.sum(), total(each, kept_BS)
 
     def _as_whole(self, log_probs_BSK: Tensor) -> Tensor:
-        """Log-probabilities of a whole distribution, (B, S, K) or (B, S, K + 1)."""
+        """Log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
         from .functions import with_rest
 
         if self.rest == "entry":

@@ -24,8 +24,7 @@ import torch
 
 from .._compat.planning import DEPENDS_ON_VALUES, Fakes, handed_on, is_asking_for_shapes
 from .._compat.torch import UncompiledMode, is_choice
-from ..tensors.known_values import has_values
-from ..tensors.nested import is_on_meta, tensors_in
+from ..tensors.ops import has_values, is_on_meta, tensors_in
 from ..testing._compat import unwraps_itself
 from ..testing.observe import name_of
 from .messages import NAMESPACES, received

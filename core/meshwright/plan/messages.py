@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors.nested import tensors_in
+from ..tensors.ops import tensors_in
 from ..testing._compat import bound_arguments, process_group
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")

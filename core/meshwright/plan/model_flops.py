@@ -26,7 +26,7 @@ from ..model.weights import is_meta
 from ..step.objective import Given
 from ..strategy.contract import Objective
 from ..strategy.stack import resolve
-from ..tensors.known_values import with_values
+from ..tensors.ops import with_values
 from ..testing.observe import Observer, name_of
 from .depth import DEPTHS
 from .planned import tracing

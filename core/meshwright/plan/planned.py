@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.mesh import Mesh
-from ..tensors.known_values import with_values
+from ..tensors.ops import with_values
 from ..testing.collectives import Collective
 from .allocator import reserved
 from .depth import Numbers, Point, at_full_size

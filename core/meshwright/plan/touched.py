@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .._compat.torch import written_arguments
-from ..tensors.nested import is_on_meta, tensors_in
+from ..tensors.ops import is_on_meta, tensors_in
 from ..testing._compat import bound_arguments
 from ..testing.meter import Meter, storage_of
 

@@ -21,8 +21,7 @@ from ..mesh.world import CONTROL_TAG
 from ..model.weights import is_meta
 from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
 from ..strategy.stack import Stack
-from ..tensors.known_values import with_values
-from ..tensors.nested import tensors_in
+from ..tensors.ops import tensors_in, with_values
 from ..testing.collectives import Collective, Recorder
 from ..testing.observe import name_of
 from ..train.ema import EMA

@@ -8,7 +8,7 @@ from torch import nn
 from ..manager.data_parallel import DataParallelManager
 from ..mesh.mesh import Mesh
 from ..model.recompute import checkpoint_blocks
-from ..tensors.wide_sums import WideSums
+from ..tensors.norms import WideSums
 from .config import SingleConfig
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from ..base.validation import FrozenModel
     from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint, TrackerSpec
     from ..events.step import StepResult
     from ..mesh.mesh import Mesh
@@ -35,6 +36,14 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def register_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
     """Return the strategies this plugin brings. Must not import torch: `build` does that when it is called."""
+
+
+@hookspec
+def register_objectives() -> list[type[FrozenModel]]:  # type: ignore[empty-body]
+    """Return the objectives this plugin brings, which run files name. Must not import torch.
+
+    Each is a class derived from `meshwright.objectives.Objective`: its fields are the options, its `name` the name.
+    """
 
 
 @hookspec(firstresult=True)

@@ -1,8 +1,7 @@
-"""Total gradient norm and clipping over parameters with different meshes and placements.
+"""Gradient norms and clipping over parameters with different meshes and placements, and gradient sums in a wider dtype.
 
-Each gradient counts once however it is sharded: the local parts are summed over the axes that shard it and over no
-other. The norms of tensors and ranks are put together in float64.
-Source: the definition in torch.nn.utils.clip_grad_norm_; torch.distributed.tensor for placements.
+Each gradient counts once however it is sharded: squares of local shards are summed over the axes that shard the
+tensor and no others. Partial norms are combined in float64. Definition: torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat.torch import foreach_mul_, foreach_norm, is_sharded
 from ..base.errors import ConfigError
 
 Groups: TypeAlias = "tuple[dist.ProcessGroup, ...]"
-"""What shards a tensor: the sum over one group after the other of what the local parts give is that of the whole."""
+"""The process groups over which a tensor is sharded, one after the other."""
 
 
 def groups_of(tensor: Tensor) -> Groups:
-    """What shards a tensor according to its placements; nothing shards a plain one."""
+    """Return the groups that shard a tensor according to its placements; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -47,20 +46,14 @@ def total_grad_norm(
     groups: Sequence[Groups] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """p-norm of all gradients taken as one vector.
+    """Return the p-norm of all gradients as one vector; float64 scalar, equal on all ranks. Collective.
 
     Args:
-        gradients: plain tensors, which count as they are, and DTensors, which count whole. All ranks of the DTensors'
-            meshes pass the same ones in the same order.
+        gradients: plain tensors and DTensors, also on several devices; the same ones in the same order on all ranks.
         norm_type: p > 0, or inf.
-        groups: what shards each; None: as `groups_of`.
-        device: of the result; None: that of the first gradient. Gradients may lie on several (offloaded or not): each
-            is summed where it lies, on all ranks alike.
-        wide: sum in float64 within each tensor too, so that the norm does not depend on how tensors are cut, beyond
-            its last float64 bits. Takes several times as long on float32 gradients.
-
-    Returns:
-        float64 scalar, equal on all ranks. 0 without gradients.
+        wide: sum in float64 within each tensor too, so that sharding changes only the last bits; several times slower.
+        groups: what shards each gradient; default: its placements.
+        device: of the result; default: that of the first gradient.
     """
     together: dict[tuple[Groups, torch.device], list[Tensor]] = {}
     for gradient, sharding in zip(map(_local, gradients), groups or map(groups_of, gradients), strict=True):
@@ -73,27 +66,13 @@ def total_grad_norm(
 
 
 def joined_norm(norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """p-norm of vectors that lie on several ranks, taken as one, from the norm of each. Collective over the group.
-
-    Args:
-        norms: scalars, of this rank's vectors, at least one.
-        norm_type: p > 0, or inf.
-        group: each of its ranks has other vectors.
-        device: of this rank.
-
-    Returns:
-        float64 scalar, equal on all ranks.
-    """
+    """Return the p-norm of vectors on several ranks from the norms of this rank's; float64 scalar. Collective."""
     total = _power([norm.to(device) for norm in norms], (group,), norm_type, device)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
 def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
-    """The 2-norm of each whole tensor, float64, (tensors,), from the local parts, which lie on one device.
-
-    Args:
-        groups: what shards each.
-    """
+    """Return the 2-norm of each full tensor from local shards on one device; float64, (tensors,). Collective."""
     squares = torch.stack([_local(tensor).double().square().sum() for tensor in tensors])
     for sharding in dict.fromkeys(groups):
         mine = [index for index, each in enumerate(groups) if each == sharding]
@@ -107,18 +86,13 @@ def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
 def squares_by_part(
     parameters: Sequence[Tensor], parts: Sequence[int], count: int, groups: Sequence[Groups], *, wide: bool = False
 ) -> Tensor:
-    """The sums of squares of the gradients of each of several parts of a model.
-
-    Collective: for each set of groups, one all-reduce of a vector over each of them that has several ranks.
+    """Return the sums of squared gradients of each part of a model; float64, (count,), on the CPU. Collective.
 
     Args:
-        parameters: with their gradients, plain or DTensors; None is zeros.
-        parts: the number of the part that each belongs to, below `count`.
-        groups: what shards each.
-        wide: as of `total_grad_norm`.
-
-    Returns:
-        float64, (count,), on the CPU, equal on all ranks of the groups.
+        parameters: with gradients; None counts as 0.
+        parts: the part, below `count`, of each parameter.
+        groups: what shards each parameter.
+        wide: see `total_grad_norm`.
     """
     together: dict[tuple[Groups, torch.device], list[int]] = {}
     for index, (parameter, sharding) in enumerate(zip(parameters, groups, strict=True)):
@@ -135,7 +109,7 @@ def squares_by_part(
 
 
 def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.device, wide: bool) -> Tensor:
-    """The sums of squares of local gradients of each part; float64, (count,)."""
+    """Sums of squares of local gradients by part; float64, (count,)."""
     norms: list[Tensor] = []
     places: list[list[int]] = [[] for _ in range(count)]
     part_of = {id(gradient): part for part, gradient in gradients}
@@ -143,7 +117,7 @@ def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.devi
         for tensor, norm in zip(tensors, _norms(tensors, 2.0, wide), strict=True):
             places[part_of[id(tensor)]].append(len(norms))
             norms.append(norm.to(device, torch.float64))
-    # Rows of places, filled up with that of a zero: in a fixed order, and what is not finite stays in its part.
+    # Gathered with padding that points at a zero: summed in a fixed order, and an inf or NaN stays in its part.
     longest = max(map(len, places), default=0)
     rows = torch.tensor([row + [len(norms)] * (longest - len(row)) for row in places], dtype=torch.int64)
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).square()
@@ -151,18 +125,14 @@ def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.devi
 
 
 def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Multiply the gradients in place by min(1, max_norm / total_norm).
-
-    The factor is rounded once to each gradient's dtype, so equal norms scale every layout alike. As in torch, 1e-6
-    is added to the norm. It may lie elsewhere than the gradients.
-    """
+    """Multiply the gradients in place by min(1, max_norm / (total_norm + 1e-6)), rounded once to each dtype."""
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for tensors in _by_kind(map(_local, gradients)):
         foreach_mul_(tensors, factor.to(tensors[0].device, tensors[0].dtype))
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Together what one operation takes: tensors of one dtype on one device."""
+    """Group tensors by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -170,7 +140,6 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _norms(tensors: list[Tensor], norm_type: float, wide: bool) -> list[Tensor]:
-    """Norms of tensors of one dtype; half precision is summed in float32 at least."""
     dtype = torch.float64 if wide else torch.promote_types(tensors[0].dtype, torch.float32)
     return foreach_norm(tensors, norm_type, None if dtype == tensors[0].dtype else dtype)
 
@@ -180,14 +149,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _group_power(tensors: list[Tensor], sharding: Groups, norm_type: float, wide: bool) -> Tensor:
-    """Sum of |g|^p, or max of |g| for inf, over all elements of one group; float64 scalar."""
-    # A rank's part of an uneven shard can be empty, which has no maximum.
+    # A local shard can be empty, and then has no maximum.
     norms = [norm for part in _by_kind(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
     return _power(norms, sharding, norm_type, tensors[0].device)
 
 
 def _power(norms: Sequence[Tensor], sharding: Groups, norm_type: float, device: torch.device) -> Tensor:
-    """Sum of the norms' powers, or their max for inf, over this rank and all of the groups; float64 scalar."""
+    """Sum of norm**p, or max for inf, over this rank's norms and the groups; float64 scalar."""
     infinite = math.isinf(norm_type)
     if not norms:
         result = torch.zeros((), dtype=torch.float64, device=device)
@@ -197,3 +165,36 @@ def _power(norms: Sequence[Tensor], sharding: Groups, norm_type: float, device: 
     for group in sharding:
         dist.all_reduce(result, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     return result
+
+
+class WideSums:
+    """Gradients accumulated in a wider dtype until the step ends.
+
+    A float64 sum of a few float32 numbers is exact unless their sizes differ by more than about 2^25, so its rounding
+    to float32 does not depend on the order of the sum, and all strategies and world sizes agree bit for bit.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add each gradient to its sum and zero it (DDP does not reduce a parameter whose gradient is None)."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                wide = parameter.grad.to(self.dtype, copy=True)
+                self.add_waiting(parameter, wide)
+                self._sums[parameter] = wide
+                parameter.grad.zero_()
+
+    def add_waiting(self, parameter: nn.Parameter, wide: Tensor) -> None:
+        """Add the parameter's sum, if any, to `wide` in place, and drop it."""
+        waiting = self._sums.pop(parameter, None)
+        if waiting is not None:
+            wide.add_(waiting)
+
+    def give(self) -> None:
+        """Round every sum to its parameter's dtype and make it the gradient."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._sums.clear()

@@ -1,11 +1,12 @@
-"""Decide which rank writes or sends what, where several ranks have the same.
+"""Decide which rank writes or sends a rectangle that several ranks hold.
 
-[Note: ownership] Each rank tells the rectangles that it has. One that several ranks have is cut along its longest dim
-into as many parts as there are ranks, so that all write alike; small ones go whole to the rank that has least to write.
+A rectangle on several ranks is cut along its longest dim into as many parts as there are ranks, so that all write
+alike; small ones go to the rank that has the least to write.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,13 +15,7 @@ SMALL_BYTES = 1 << 16
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a named tensor.
-
-    Attributes:
-        name: of the tensor.
-        offsets, sizes: along each dim of the whole.
-        itemsize: bytes of an element.
-    """
+    """A rectangle of a named tensor: offsets and sizes in the full tensor, and bytes of an element."""
 
     name: str
     offsets: tuple[int, ...]
@@ -29,24 +24,18 @@ class Rectangle(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        count = self.itemsize
-        for size in self.sizes:
-            count *= size
-        return count
+        return self.itemsize * math.prod(self.sizes)
 
 
 def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
-    """What each rank writes; see [Note: ownership].
+    """Return for each rank the parts it writes; together, each element once.
 
     Args:
-        held: what each rank has. Rectangles of one tensor are the same on two ranks, or disjoint.
-
-    Returns:
-        For each rank, parts of what it has; together, each element once.
+        held: rectangles of each rank; those of one tensor are equal on two ranks, or disjoint.
     """
     holders: dict[Rectangle, list[int]] = {}
     for rank, rectangles in enumerate(held):
-        # A rank may have a rectangle twice.
+        # A rank may hold a rectangle twice.
         for rectangle in dict.fromkeys(rectangles):
             holders.setdefault(rectangle, []).append(rank)
     owned: list[list[Rectangle]] = [[] for _ in held]
@@ -67,12 +56,12 @@ def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
 
 
 def _parts(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
-    """Up to `count` parts of about the same size."""
+    """Yield up to `count` parts of about the same size."""
     if count == 1 or not rectangle.sizes:
         yield rectangle
         return
     dim = max(range(len(rectangle.sizes)), key=lambda each: rectangle.sizes[each])
-    # The first dim divides memory into what lies in one piece.
+    # Parts along the first dim are contiguous in memory.
     dim = 0 if rectangle.sizes[0] >= count else dim
     size = rectangle.sizes[dim]
     for index in range(count):

@@ -1,8 +1,4 @@
-"""Which rectangles of a whole tensor lie in this rank's memory.
-
-Loading, saving and exporting speak of tensors in these terms alone, so that they need not know how a strategy divides
-them: a rectangle of the whole can be read from a file, or written to one, whoever else holds the rest.
-"""
+"""Rectangles of a full tensor in this rank's memory: the terms in which state is loaded, saved and exported."""
 
 from __future__ import annotations
 
@@ -21,13 +17,7 @@ from .._compat.torch import is_sharded
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A rectangle of a whole tensor.
-
-    Attributes:
-        offsets: where it begins in the whole, along each dim.
-        tensor: a view of this rank's memory, whose shape is that of the rectangle. Writing into it changes what the
-            strategy trains.
-    """
+    """A rectangle of a full tensor: its offsets, and a view of this rank's memory, which writing changes."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
@@ -39,20 +29,14 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A tensor of which this rank has some rectangles, or none.
-
-    Attributes:
-        shape: of the whole.
-        dtype: of the pieces.
-        pieces: of which several may cover the same elements, if a rank keeps copies.
-    """
+    """A tensor of which this rank holds some rectangles or none: full shape, dtype, and pieces, which may overlap."""
 
     shape: torch.Size
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
-        """A rectangle of the whole, as a view of the piece that holds it; None if none does."""
+        """Return a rectangle of the full tensor as a view of the piece that holds it; None if none does."""
         for piece in self.pieces:
             starts = [a - b for a, b in zip(offsets, piece.offsets, strict=True)]
             ends = [start + size for start, size in zip(starts, sizes, strict=True)]
@@ -63,10 +47,7 @@ class Sharded:
 
 
 def tensor_pieces(tensor: Tensor) -> list[Piece]:
-    """The rectangles of a tensor that this rank has: all of a plain one, any number of a DTensor's.
-
-    A shard of packed parts (gate and up projection in one parameter) is a rectangle of each part. No communication.
-    """
+    """Return the rectangles of a tensor on this rank: one of a plain tensor, any number of a DTensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return [Piece((0,) * tensor.dim(), tensor)] if tensor.numel() else []
@@ -82,11 +63,11 @@ def tensor_pieces(tensor: Tensor) -> list[Piece]:
 
 
 def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Piece]:
-    """The rectangles that a stretch of a flattened tensor covers, at most 2 x dims - 1.
+    """Return the rectangles that a 1-D stretch of a flattened tensor covers, at most 2 x dims - 1.
 
     Args:
-        stretch: elements `start` and following of the flattened whole; 1-D, a view of this rank's memory.
-        shape: of the whole.
+        stretch: elements `start` and following of the flattened tensor, a view of this rank's memory.
+        shape: of the full tensor.
     """
     return [
         Piece(offsets, stretch.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
@@ -95,12 +76,7 @@ def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Pi
 
 
 def pieces_within(pieces: Iterable[Piece], part: DTensor) -> list[Piece]:
-    """The rectangles of a whole that rectangles of this rank's part of it are.
-
-    Args:
-        pieces: whose offsets are those in the part.
-        part: which says how the whole is divided; its memory is not used.
-    """
+    """Return the rectangles of the full tensor that correspond to rectangles of this rank's shard `part`."""
     runs = [_runs(part, dim) for dim in range(part.dim())]
     return [found for piece in pieces for rectangle in itertools.product(*runs) for found in _met(piece, rectangle)]
 
@@ -118,7 +94,7 @@ def _met(piece: Piece, rectangle: Sequence[_Run]) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive indices along one dim: `length` of them, from `start` in the whole and from `local` here."""
+    """`length` consecutive indices along one dim, from `start` in the full tensor and from `local` in the shard."""
 
     start: int
     local: int
@@ -126,7 +102,6 @@ class _Run:
 
 
 _known_runs: dict[tuple[Any, ...], tuple[_Run, ...]] = {}
-"""By all that they depend on. A model's tensors have few sizes, and torch takes long to divide one over many ranks."""
 
 
 def _runs(tensor: DTensor, dim: int) -> tuple[_Run, ...]:
@@ -159,7 +134,7 @@ def _consecutive(indices: Sequence[int]) -> tuple[_Run, ...]:
 def stretch_rectangles(
     start: int, end: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """First element, offsets and sizes of the rectangles of elements [start, end) of a flattened tensor."""
+    """Yield first element, offsets and sizes of the rectangles of elements [start, end) of a flattened tensor."""
     if start >= end:
         return
     if len(shape) <= 1:

@@ -1,10 +1,8 @@
-"""In which rounds whole tensors come together from what the ranks have of them. Names and numbers alone.
+"""Plan the rounds in which full tensors are gathered from the ranks' rectangles; names and numbers only.
 
-[Note: rounds] Tensors come in a given order. In a round each rank has a segment of a buffer, into which it puts what it
-owns. As many tensors as fit share a round; one that does not fit takes several, to each of which every owner gives the
-next stretch of its own. All segments are as long as the longest, as an all-gather asks for, if less than twice as much
-travels then: ranks that shard a tensor have about as much of it. Else each is as long as what its rank has, and is
-broadcast: of the stages of a pipeline, one has the tensor.
+In a round each rank fills its segment of a shared buffer. As many tensors as fit share a round; a larger tensor takes
+several, each with the next stretch of every owner's elements. Segments are padded to one length, for an all-gather,
+unless that doubles the traffic; else each is broadcast, as where one pipeline stage holds the tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +18,7 @@ from .pieces import stretch_rectangles
 
 
 class Part(NamedTuple):
-    """A rectangle of a tensor in a rank's segment.
-
-    Attributes:
-        offsets, sizes: along each dim of the whole.
-        begin, end: its bytes in the segment.
-    """
+    """A rectangle of a tensor, and its bytes [begin, end) in a rank's segment."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,13 +28,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What travels at once.
+    """What is sent at once.
 
     Attributes:
-        names: of the tensors that are in it, in order.
-        is_last: whether they are whole after it; else the only one has more rounds.
+        names: tensors in it, in order.
+        is_last: whether they are complete after it; else the only one takes more rounds.
         segments: of each rank, by tensor.
-        starts: where each rank's segment begins in the buffer; and where the last one ends.
+        starts: where each rank's segment begins in the buffer, and where the last one ends.
         is_gathered: whether all segments are equally long, for an all-gather.
     """
 
@@ -53,17 +46,17 @@ class Round:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """Size of the buffer."""
         return self.starts[-1]
 
 
 def rounds(names: Sequence[str], owned: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[Round]:
-    """The rounds in which tensors come together; see [Note: rounds].
+    """Yield the rounds in which tensors are gathered.
 
     Args:
-        names: of the tensors, in order; those of which no rank has anything are empty, and in a round all the same.
-        owned: what each rank gives of which: together, each element once.
-        bucket_bytes: of the buffer of a round, which may be larger only to hold one element of each rank.
+        names: of the tensors, in order; one that no rank gives anything of is empty, and still in a round.
+        owned: what each rank sends; together, each element once.
+        bucket_bytes: of the buffer, exceeded only to hold one element of each rank.
     """
     ranks = len(owned)
     given: dict[str, list[list[Rectangle]]] = {name: [[] for _ in range(ranks)] for name in names}
@@ -84,7 +77,7 @@ def rounds(names: Sequence[str], owned: Sequence[Sequence[Rectangle]], bucket_by
 
 
 def _of_one(name: str, given: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[Round]:
-    """The rounds of a tensor that does not fit into one."""
+    """Yield the rounds of a tensor that does not fit into one."""
     counts = [sum(math.prod(each.sizes) for each in rectangles) for rectangles in given]
     is_gathered = _is_gathered(counts)
     width = len(given) if is_gathered else sum(count > 0 for count in counts)
@@ -97,7 +90,7 @@ def _of_one(name: str, given: Sequence[Sequence[Rectangle]], bucket_bytes: int) 
 
 
 def _stretch(rectangles: Sequence[Rectangle], begin: int, end: int) -> Iterator[Rectangle]:
-    """Elements [begin, end) of rectangles that lie one behind the other, each flattened."""
+    """Yield elements [begin, end) of rectangles that are flattened and concatenated."""
     before = 0
     for each in rectangles:
         count = math.prod(each.sizes)
@@ -109,8 +102,6 @@ def _stretch(rectangles: Sequence[Rectangle], begin: int, end: int) -> Iterator[
 
 
 class _Segments:
-    """Segments that grow, tensor by tensor."""
-
     def __init__(self, ranks: int) -> None:
         self.names: list[str] = []
         self._parts: list[dict[str, list[Part]]] = [{} for _ in range(ranks)]
@@ -118,7 +109,6 @@ class _Segments:
         self._itemsize = 1
 
     def add(self, name: str, given: Sequence[Sequence[Rectangle]]) -> None:
-        """A tensor of which the ranks give rectangles."""
         self.names.append(name)
         for rank, rectangles in enumerate(given):
             for each in rectangles:
@@ -128,7 +118,7 @@ class _Segments:
                 self._parts[rank].setdefault(name, []).append(Part(each.offsets, each.sizes, begin, self._ends[rank]))
 
     def size_with(self, given: Sequence[Sequence[Rectangle]]) -> int:
-        """Bytes of the buffer if another tensor is added."""
+        """Return the size of the buffer if another tensor is added."""
         ends, itemsize = list(self._ends), self._itemsize
         for rank, rectangles in enumerate(given):
             for each in rectangles:

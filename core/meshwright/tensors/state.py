@@ -1,10 +1,8 @@
-"""State of models and optimizers by parameter name, whole or as it lies.
+"""Model and optimizer state by parameter name, full or sharded.
 
-Whole state is what moves between strategies in memory: plain tensors on the CPU of rank 0, `{"state": {name: values},
-"param_groups": [{..., "params": names}]}` for an optimizer. One tensor at a time is gathered or spread, so no rank
-but the first ever holds more than one whole. Sharded state is what checkpoints are made of: nothing is gathered, and
-each rank says which pieces it has.
-Source: torch.optim.Optimizer.state_dict, whose format this is, with names for numbers; torch.distributed.tensor.
+Full state moves between strategies in memory, as plain tensors on the CPU of rank 0: `{"state": {name: values},
+"param_groups": [{..., "params": names}]}` for an optimizer. Tensors are gathered or scattered one at a time. Sharded
+state, of which each rank names its pieces, is what checkpoints are made of.
 """
 
 from __future__ import annotations
@@ -28,46 +26,38 @@ from .pieces import Piece, Sharded, tensor_pieces
 
 
 class Parts:
-    """How a strategy divides tensors over ranks; as DTensors, unless it says otherwise.
+    """How a strategy shards tensors over ranks; this class describes DTensors.
 
-    A strategy with parts of another kind derives from this and sets `DataParallelManager.parts`.
+    A strategy with another kind of shards derives from this and sets `DataParallelManager.parts`. `parameter` is what
+    the optimizer holds; `value` is the parameter or an entry of its optimizer state (sharded like it, or a scalar).
     """
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """`value` whole, on every rank, at least on the first. Collective.
-
-        Args:
-            value: `parameter` itself, or an entry of its optimizer state: divided like it, or a scalar.
-            parameter: what is trained, as the optimizer holds it.
-        """
+        """Return the full `value` on every rank, at least on the first. Collective."""
         return whole_tensor(value)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's part of `whole`, the reverse of `whole`; every rank has `whole`. Collective."""
+        """Return this rank's shard of a full tensor that every rank has. Collective."""
         if isinstance(parameter, DTensor) and parameter.shape == whole.shape:
             return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return whole
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        """The shape of the whole."""
+        """Return the full shape."""
         return value.shape
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for this rank's part of a tensor of the parameter's whole shape, divided like it."""
+        """Allocate this rank's shard of a tensor of the parameter's full shape."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
-        """The rectangles of the whole that this rank has of `value`, as views of its memory. No communication.
-
-        Args:
-            value, parameter: as of `whole`; also parameters and buffers of the model, which are both then.
-        """
+        """Return the rectangles of `value` on this rank, as views. Also for parameters and buffers of the model."""
         return tensor_pieces(value)
 
     def groups(self, parameter: Tensor) -> Groups:
-        """The groups over which a parameter, and so its gradient, is divided.
+        """Return the groups over which a parameter, and so its gradient, is sharded.
 
-        Not asked of the gradient: torch's caches may put it on a mesh that is equal, but has groups of its own.
+        The gradient is not asked: torch may cache it on an equal mesh that has groups of its own.
         """
         return groups_of(parameter)
 
@@ -79,13 +69,12 @@ T = TypeVar("T")
 
 @dataclass
 class OptimizerState(Generic[T]):
-    """State of an optimizer by parameter name.
+    """Optimizer state by parameter name.
 
     Attributes:
-        tensors: by name and key, such as "exp_avg"; on this rank a `Sharded`, in a checkpoint (shape, dtype).
-        values: by name and key, what is no tensor, and tensors without dims, such as "step".
-        groups: settings, and under "params" the names of those that they are for. To be loaded, none: the optimizer
-            keeps its own.
+        tensors: by name and key such as "exp_avg"; a `Sharded` on a rank, (shape, dtype) in a checkpoint.
+        values: by name and key: scalars and what is no tensor, such as "step".
+        groups: settings, with names under "params". Empty when loading: the optimizer keeps its own.
     """
 
     tensors: dict[str, dict[str, T]] = field(default_factory=dict)
@@ -98,12 +87,7 @@ TensorKind = tuple[torch.Size, torch.dtype]
 
 @dataclass
 class ShardedState:
-    """What this rank has of a model and its optimizer, as views of its memory.
-
-    Attributes:
-        model: parameters, each under the first of its names, and persistent buffers.
-        optimizer, averages: None, and nothing, where there are none; averages by name, see `tensors.averages`.
-    """
+    """What this rank holds of a model (under first names), its optimizer and averages, as views."""
 
     model: dict[str, Sharded]
     optimizer: OptimizerState[Sharded] | None = None
@@ -111,7 +95,7 @@ class ShardedState:
 
 
 def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
-    """The model's part of a `ShardedState`."""
+    """Return the model's part of a `ShardedState`."""
     first = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
     return {
         first[id(value)]: sharded(value, value, parts)
@@ -121,7 +105,7 @@ def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
 
 
 def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], parts: Parts) -> OptimizerState[Sharded]:
-    """The optimizer's part of a `ShardedState`; never steps the optimizer."""
+    """Return the optimizer's part of a `ShardedState`; never steps the optimizer."""
     found: OptimizerState[Sharded] = OptimizerState()
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -139,16 +123,15 @@ def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], p
 def loading_optimizer(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: OptimizerState[TensorKind], parts: Parts
 ) -> Iterator[OptimizerState[Sharded]]:
-    """Give memory for saved state, to be filled within the context, and let the optimizer have it afterwards.
+    """Allocate memory for saved state, to be filled inside the context; the optimizer gets it at the end.
 
     Raises:
-        StrategyError: the state is not of these parameters, or of another grouping; before anything is changed.
+        StrategyError: the state has other parameters or groups; before anything is changed.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
-    unexpected = (saved.tensors.keys() | saved.values.keys()) - numbers.keys()
-    if unexpected:
-        _check_names("optimizer", set(unexpected), set())
+    unexpected = set(saved.tensors.keys() | saved.values.keys()) - numbers.keys()
+    _check_names("optimizer", unexpected, set())
     own = [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
     groups = [_matching(group, names, saved.groups or own, numbers) for group in optimizer.param_groups]
     state: dict[int, dict[str, Any]] = {}
@@ -170,7 +153,7 @@ def loading_optimizer(
 
 
 def sharded(value: Tensor, parameter: Tensor, parts: Parts) -> Sharded:
-    """What this rank has of a tensor; see `Parts.pieces`."""
+    """Return what this rank holds of a tensor; see `Parts.pieces`."""
     return Sharded(parts.shape(value, parameter), value.dtype, tuple(parts.pieces(value, parameter)))
 
 
@@ -190,11 +173,7 @@ def model_state(model: nn.Module, world: World, *, full: bool, parts: Parts = DT
 def load_model_state(
     model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool, parts: Parts = DTENSORS
 ) -> None:
-    """See `StrategyManager.load_state_dict`. Collective if `full`.
-
-    Raises:
-        StrategyError: names or shapes are not the model's (on all ranks).
-    """
+    """See `StrategyManager.load_state_dict`. Collective if `full`; raises StrategyError on all ranks."""
     mine = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     shapes = {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
     if full:
@@ -217,14 +196,9 @@ def load_model_state(
 
 
 def optimizer_state(
-    optimizer: Optimizer,
-    names: Mapping[nn.Parameter, str],
-    world: World,
-    *,
-    full: bool,
-    parts: Parts = DTENSORS,
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, full: bool, parts: Parts = DTENSORS
 ) -> dict[str, Any]:
-    """The optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps the optimizer."""
+    """Return the optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps it."""
     state: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -248,20 +222,18 @@ def load_optimizer_state(
     full: bool,
     parts: Parts = DTENSORS,
 ) -> None:
-    """The optimizer's part of `StrategyManager.load_state_dict`. Collective if `full`.
-
-    Raises:
-        StrategyError: names or groups are not the optimizer's (on all ranks).
-    """
+    """Load the optimizer's part of `StrategyManager.load_state_dict`. Collective if `full`."""
     saved = state.get("state", {})
-    kinds = {name: {key: _kind(value) for key, value in values.items()} for name, values in saved.items()}
+    kinds = {
+        name: {key: (v.shape, v.dtype) if isinstance(v, Tensor) else v for key, v in values.items()}
+        for name, values in saved.items()
+    }
     groups = state.get("param_groups", [])
     if full:
         kinds, groups = _from_first((kinds, groups), world)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     unexpected = set(kinds) - {names[parameter] for parameter in parameters}
-    if unexpected:
-        _check_names("optimizer", unexpected, set())
+    _check_names("optimizer", unexpected, set())
     packed: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
         name = names[parameter]
@@ -276,12 +248,9 @@ def load_optimizer_state(
 
 
 def _matching(
-    group: Mapping[str, Any],
-    names: Mapping[nn.Parameter, str],
-    saved: list[dict[str, Any]],
-    numbers: Mapping[str, int],
+    group: Mapping[str, Any], names: Mapping[nn.Parameter, str], saved: list[dict[str, Any]], numbers: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The saved settings of a parameter group, with the numbers of its parameters."""
+    """Return the saved settings of a parameter group, with the numbers of its parameters."""
     if not group["params"]:
         # This rank steps none of the group's parameters.
         return dict(group)
@@ -299,7 +268,7 @@ def _matching(
 
 
 def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
-    """A copy of the whole tensor on the CPU of rank 0; None elsewhere. What is no tensor stays as it is."""
+    """Copy a full tensor to the CPU of rank 0; None elsewhere. Other values stay."""
     if not isinstance(value, Tensor):
         return value
     whole = parts.whole(value.detach(), parameter)
@@ -307,7 +276,7 @@ def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a DTensor as a plain tensor, on every rank of its mesh; a plain tensor as it is. Collective."""
+    """Return a full DTensor as a plain tensor on every rank of its mesh; a plain tensor unchanged. Collective."""
     # One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
     # done; `full_tensor` warns of it on every rank, and before torch 2.13 refuses packed parts.
     if not isinstance(tensor, DTensor):
@@ -321,14 +290,10 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _kind(value: Any) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
-
-
 def _spread(
     whole: Tensor | None, kind: tuple[torch.Size, torch.dtype], parameter: Tensor, world: World, parts: Parts
 ) -> Tensor:
-    """This rank's part of a whole tensor that rank 0 has."""
+    """Return this rank's shard of a full tensor on rank 0."""
     shape, dtype = kind
     received = (
         torch.empty(shape, dtype=dtype, device=world.device) if whole is None else whole.to(world.device, copy=True)

@@ -1,8 +1,7 @@
-"""Whole parameters on every rank, one after the other, in bounded memory: see `StrategyManager.iter_parameters`.
+"""Gather full parameters on every rank, one after the other, in bounded memory: see `StrategyManager.iter_parameters`.
 
-Each rank tells once what it has of which parameter. From then on all know who gives what, and in which rounds it
-travels (`rounds`): no rank asks another for anything. What the ranks of a smaller group have between them stays among
-them, and nothing travels where each has everything. Elements are copied, never computed with, so that all bits arrive.
+Ranks exchange once what each of them holds. From then on all of them know who sends what in which round (`rounds`).
+Only the smallest group of ranks that hold everything communicates, and elements are copied bit for bit.
 """
 
 from __future__ import annotations
@@ -19,34 +18,26 @@ from torch import Tensor
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
-from .collectives import all_gather_single
-from .copies import copy_all
+from .ops import all_gather_single, copy_all
 from .ownership import Rectangle, divide
 from .pieces import Sharded
 from .rounds import Part, Round, rounds
 
 GROUPS = ("tp", "pp", "dp_shard_cp")
-"""Of the mesh, that may have all parameters between them while the world has several copies."""
+"""Mesh axes whose ranks may hold all parameters between them."""
 
 Held = Mapping[str, Sharded | None]
 
 
 class Kind(NamedTuple):
-    """Of a whole parameter: its shape, and the dtype that is asked for."""
+    """Shape of a full parameter, and the dtype that is asked for."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class Told(NamedTuple):
-    """What a rank tells the others.
-
-    Attributes:
-        asked: its arguments.
-        kinds: of the parameters of which it knows them, by name.
-        order: names of all parameters that it knows of.
-        rectangles: what it has.
-    """
+    """What one rank holds: arguments of its call, kinds by name, all names in order, and its rectangles."""
 
     asked: tuple[int, torch.dtype | None]
     kinds: dict[str, Kind]
@@ -57,35 +48,33 @@ class Told(NamedTuple):
 def whole_parameters(
     held: Callable[[], Held], mesh: Mesh, *, bucket_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter whole, on every rank, one after the other: what an inference engine is fed with.
+    """Yield every full parameter on every rank, one after the other, for example to feed an inference engine.
 
-    Frozen ones are among them; buffers are not. One with several names comes once, under the first of them. The
-    order is that of `named_parameters` of the unwrapped model, under every strategy (of stages that are given to a
-    pipeline: stage by stage), and so are the names. Nothing is summed: each element arrives with all its bits, as
-    `state_dict(full=True)` has it, or rounded once to `dtype`.
+    Frozen parameters are included, buffers are not; a tied parameter comes once, under its first name. Names and order
+    are those of `named_parameters` of the unwrapped model. Values are those of `state_dict(full=True)`, or rounded once
+    to `dtype`. Training continues as if this had not been called.
 
-    Collective: the call, and each step of what it returns, of which all ranks take equally many. They may leave
-    the rest. Between two steps of the optimizer; training goes on as if it had not been called.
+    Collective: the call and each step of the iterator. All ranks take equally many steps; they may drop the rest.
 
     Args:
         held: `StrategyManager.parameter_pieces`.
-        mesh: of its ranks.
-        bucket_bytes: of the buffer in which parts travel, at least 1; equal on all ranks. That and the parameter
-            that is given next is all that a rank holds beside its shards: drop one before you ask for the next.
-        dtype: into which floating-point parameters are converted; equal on all ranks. None: their own, as the
-            model computes with them.
+        mesh: of the ranks.
+        bucket_bytes: size of the communication buffer, at least 1, equal on all ranks. A rank holds that and the next
+            parameter beside its shards.
+        dtype: to convert floating-point parameters to, equal on all ranks; None keeps their own.
 
     Returns:
-        (name, tensor) pairs: tensors on the mesh's device, which are the caller's own.
+        (name, tensor) pairs; the tensors are on the mesh's device and belong to the caller.
 
     Raises:
-        ConfigError: an argument is none of these, or ranks differ in them; on all ranks, by the call.
-        StrategyError: `parallelize` has not been called, or the ranks do not have all of a parameter.
+        ConfigError: an argument is invalid or differs between ranks; on all ranks, by the call.
+        StrategyError: `parallelize` has not been called, or the ranks do not hold all of a parameter.
     """
     world = mesh.world
     world.together(lambda: _check_asked(bucket_bytes, dtype))
     pieces = held()
-    told = _exchanged(_told(pieces, bucket_bytes, dtype), world)
+    told: list[Any] = [None] * world.size
+    dist.all_gather_object(told, _told(pieces, bucket_bytes, dtype), group=world.group)
     kinds = _agreed(told)
     group = _smallest_group(told, kinds, mesh)
     stream = _Stream(pieces, kinds, mesh.device)
@@ -106,7 +95,7 @@ def _check_asked(bucket_bytes: Any, dtype: Any) -> None:
 
 
 def _converts(dtype: torch.dtype) -> bool:
-    """Some dtypes hold several numbers in one element."""
+    """Some dtypes pack several numbers into one element."""
     try:
         torch.zeros(1).to(dtype)
     except (NotImplementedError, RuntimeError):
@@ -114,7 +103,7 @@ def _converts(dtype: torch.dtype) -> bool:
     return True
 
 
-# -- what the ranks have
+# -- what the ranks hold
 
 
 def _told(pieces: Held, bucket_bytes: int, dtype: torch.dtype | None) -> Told:
@@ -127,19 +116,8 @@ def _told(pieces: Held, bucket_bytes: int, dtype: torch.dtype | None) -> Told:
     return Told((bucket_bytes, dtype), kinds, tuple(pieces), tuple(dict.fromkeys(rectangles)))
 
 
-def _exchanged(mine: Told, world: World) -> list[Told]:
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine, group=world.group)
-    return found
-
-
 def _agreed(told: Sequence[Told]) -> dict[str, Kind]:
-    """The kind of each parameter, in the order of all; from what all ranks know, so with the same end on each.
-
-    Raises:
-        ConfigError: the arguments differ.
-        StrategyError: a parameter is not the same, or not whole, between all ranks.
-    """
+    """Return the kind of each parameter, in order; raises alike on all ranks."""
     asked = sorted({f"bucket_bytes={each.asked[0]}, dtype={each.asked[1]}" for each in told})
     if len(asked) > 1:
         raise ConfigError(f"iter_parameters was called with {' and '.join(asked)}. Give the same on all ranks.")
@@ -156,7 +134,7 @@ def _agreed(told: Sequence[Told]) -> dict[str, Kind]:
 
 
 def _missing(told: Sequence[Told], kinds: Mapping[str, Kind]) -> list[str]:
-    """Names of the parameters that these ranks do not have all elements of."""
+    """Return the parameters of which these ranks do not hold all elements."""
     counts = dict.fromkeys(kinds, 0)
     for rectangle in {rectangle for each in told for rectangle in each.rectangles}:
         counts[rectangle.name] += math.prod(rectangle.sizes)
@@ -164,7 +142,7 @@ def _missing(told: Sequence[Told], kinds: Mapping[str, Kind]) -> list[str]:
 
 
 def _smallest_group(told: Sequence[Told], kinds: Mapping[str, Kind], mesh: Mesh) -> dist.ProcessGroup | None:
-    """The smallest group whose ranks have everything between them, wherever a rank is in it; None: a rank alone."""
+    """Return the smallest group that holds everything wherever a rank is in it; None if each rank does alone."""
     world = mesh.world
     candidates = sorted((mesh.group(axis) for axis in GROUPS), key=lambda group: group.size())
     members = [[world.rank], *(_places(group, world) for group in candidates)]
@@ -177,29 +155,23 @@ def _smallest_group(told: Sequence[Told], kinds: Mapping[str, Kind], mesh: Mesh)
 
 
 def _places(group: dist.ProcessGroup, world: World) -> list[int]:
-    """The ranks of a group within the world, in the group's order."""
+    """Return the ranks of a group within the world, in the group's order."""
     of_world = dist.get_process_group_ranks(world.group or dist.group.WORLD)
     return [of_world.index(rank) for rank in dist.get_process_group_ranks(group)]
 
 
-# -- what travels
+# -- communication
 
 
 class _Stream:
-    """The parameters of one call, in the order of `kinds`.
-
-    Args:
-        pieces: what this rank has.
-        kinds: of all parameters.
-        device: of what is given.
-    """
+    """The parameters of one call, in the order of `kinds`."""
 
     def __init__(self, pieces: Held, kinds: Mapping[str, Kind], device: torch.device) -> None:
         self._pieces = {name: sharded for name, sharded in pieces.items() if sharded is not None}
         self._kinds, self._device = kinds, device
 
     def alone(self) -> Iterator[tuple[str, Tensor]]:
-        """Where this rank has everything."""
+        """Yield parameters of which this rank holds everything."""
         for name in self._kinds:
             value = self._empty(name)
             if name in self._pieces:
@@ -210,10 +182,7 @@ class _Stream:
     def of_group(
         self, owned: Sequence[Sequence[Rectangle]], group: dist.ProcessGroup, bucket_bytes: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Where the ranks of a group have everything; `owned` is of each of them. Each step is collective.
-
-        Between two steps this holds the bucket, and no parameter that it has given.
-        """
+        """Yield parameters that the ranks of a group hold together. Between two steps only the bucket is held."""
         names = list(self._kinds)
         size = max((each.nbytes for each in rounds(names, owned, bucket_bytes)), default=0)
         # One for all rounds: a backend may hold what it has sent for a moment longer.
@@ -249,7 +218,6 @@ class _Stream:
             all_gather_single(bucket[: each.nbytes], segments[rank], group=group)
 
     def _arrived(self, name: str, each: Round, bucket: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Offsets and elements of the rectangles of a parameter that are in the bucket."""
         return [
             (part.offsets, self._view(bucket[start:], name, part))
             for start, segment in zip(each.starts, each.segments, strict=False)
@@ -265,7 +233,7 @@ class _Stream:
 
 
 def _put_together(value: Tensor, rectangles: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-    """Copy rectangles to where they belong in a whole, rounded to its dtype."""
+    """Copy rectangles to their places in a full tensor, rounded to its dtype."""
     if rectangles:
         targets = [
             value[tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))]

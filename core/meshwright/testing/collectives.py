@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ..tensors.nested import tensors_in
+from ..tensors.ops import tensors_in
 from ._compat import bound_arguments, process_group
 from .observe import Observer
 

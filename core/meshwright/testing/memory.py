@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..launch.gloo_threads import settle
-from ..tensors.nested import tensors_in
+from ..tensors.ops import tensors_in
 from .meter import Meter, storage_of
 
 

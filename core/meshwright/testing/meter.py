@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..tensors.nested import is_on_meta, tensors_in
+from ..tensors.ops import is_on_meta, tensors_in
 from ._compat import unwraps_itself
 from .observe import Observer
 

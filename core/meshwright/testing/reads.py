@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..tensors.nested import tensors_in
+from ..tensors.ops import tensors_in
 from .observe import Observer
 
 _READING = frozenset(

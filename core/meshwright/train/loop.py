@@ -14,7 +14,7 @@ from ..launch.stopping import Stopped, StopSignals
 from ..profile.marks import marked
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
-from ..tensors.accelerator import moments_of
+from ..tensors.ops import moments_of
 from .agreed import agree_on
 from .ahead import StopsBefore
 from .bad_steps import BAD_STEPS, Bad, BadSteps, Rewinds

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..tensors.accelerator import is_accelerator
+from ..tensors.ops import is_accelerator
 
 _STATM = Path("/proc/self/statm")
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024

@@ -13,7 +13,7 @@ from ..base.errors import BatchError, NotFiniteError
 from ..events.step import StepResult
 from ..mesh.mesh import Mesh
 from ..strategy.contract import StrategyManager
-from ..tensors.accelerator import moments_of
+from ..tensors.ops import moments_of
 from .ahead import Ahead
 from .bad_steps import Bad, BadStepConfig, BadSteps, Rewinds
 from .batches import Passes, state_of_rank

@@ -49,9 +49,7 @@ def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, Any]]:
         definitions[key]["properties"]["name"] = {"const": name}
         definitions[key]["required"] = ["name", *definitions[key].get("required", [])]
         mappings.append({"$ref": f"#/$defs/{key}"})
-    own = {"type": "string", "pattern": r"\."}
-    mappings.append({"type": "object", "properties": {"name": own}, "required": ["name"]})
-    return [{"enum": [*shipped, None]}, own, *mappings]
+    return [{"enum": [*shipped, None]}, *mappings]
 
 
 def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from ..base.errors import TrainingError
 from ..checkpoint.values import flat
 from ..strategy.contract import StrategyManager
-from ..tensors.fingerprint import fingerprint
+from ..tensors.ops import fingerprint
 
 
 class Key(NamedTuple):

@@ -20,7 +20,7 @@ from ...mesh.sizes import ROOT_AXES, Degrees
 from ...plan.planned import planned_mesh
 from ...plan.trace import Job, NoValues
 from ...strategy.contract import Batch
-from ...tensors.known_values import with_values
+from ...tensors.ops import with_values
 from ...tensors.pieces import Sharded
 
 FEW = 2

@@ -1,16 +1,15 @@
 """Attention of this rank's queries, by the model's own attention function.
 
-[Note: two ways] "allgather" gathers keys and values of all positions; each rank attends with its own queries. "ulysses"
-exchanges positions for heads, so that each rank attends with all positions of its heads, and back. In between the
-function runs that the model would use without context parallelism, on what it would see: softcap, sinks, scaling and
-dropout are its own.
+[Note: two ways] "allgather" gathers keys and values of all positions; each rank attends with its own queries.
+"ulysses" exchanges positions for heads, so that each rank attends with all positions of its heads, and back. In between
+runs the function that the model uses without context parallelism, so softcap, sinks, scaling and dropout are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,20 +19,76 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._compat.transformers import attention_of
 from ...base.errors import ModelError
-from .exchange import GatherPositions, heads_for_positions, positions_for_heads
-from .mask import PositionMask
+from .positions import GatherPositions, Share, heads_for_positions, positions_for_heads
+from .probe import Observer
 
-# What attention functions of transformers are given beside tensors, and what acts the same on a part of the queries.
-# `sliding_window` is in the mask already.
+# Keywords of transformers' attention functions that mean the same for a part of the queries. `sliding_window` is in the
+# mask already.
 KNOWN = frozenset(
     {"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position", "use_cache"}
     | {"output_router_logits"}
 )
 PER_HEAD = frozenset({"s_aux", "sinks"})
 LARGEST_MASK = 2**24
-"""Elements of a mask; where it would have more, queries are taken in blocks, which are computed again in backward."""
+"""Elements of a mask; with more, queries are taken in blocks, which are recomputed in backward."""
 
-Core = Callable[..., tuple[Tensor, Any]]
+MaskFunction = Callable[..., Tensor]
+
+
+@dataclass(eq=False)
+class PositionMask:
+    """The attention mask of some layers for one microbatch, as a function of positions.
+
+    Transformers describes every mask (causal, sliding, chunked, ...) by a function of a query's and a key's position,
+    from which it makes a tensor for consecutive queries. The function is kept here and evaluated, by transformers' own
+    code, at this rank's positions. A model that looks into its mask fails, and is refused.
+
+    Attributes:
+        observer: replaces attention while the model is checked.
+        make: transformers' function that makes a tensor for the attention in use.
+        function: of (sequence, head, query position, key position).
+        length, part: positions of a full sequence, and of it on this rank.
+        is_causal: whether a query attends to exactly its own position and all before.
+        arguments: for `make`, beside lengths and function.
+    """
+
+    share: Share
+    observer: Observer | None
+    make: Callable[..., Tensor]
+    function: MaskFunction
+    length: int
+    part: int
+    is_causal: bool
+    arguments: Mapping[str, Any]
+    _made: dict[bool, Tensor] = field(default_factory=dict)
+
+    def rows(self, *, whole: bool) -> Tensor:
+        """Return the positions of this rank's queries, or of all."""
+        device = self.arguments["device"]
+        return torch.arange(self.length, device=device) if whole else self.share.positions(self.length, device)
+
+    def of(self, rows: Tensor, keys: int | None = None) -> Tensor:
+        """Return the mask of queries at `rows` and the first `keys` keys: (B, 1, rows, keys)."""
+
+        def at_rows(sequence: Any, head: Any, query: Any, key: Any) -> Tensor:
+            return self.function(sequence, head, rows[query], key)
+
+        return self.make(
+            q_length=rows.shape[0],
+            kv_length=keys or self.length,
+            q_offset=0,
+            kv_offset=0,
+            mask_function=at_rows,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            **self.arguments,
+        )
+
+    def made(self, *, whole: bool) -> Tensor:
+        """Return the mask of this rank's queries, or of all, and all keys; made once."""
+        if whole not in self._made:
+            self._made[whole] = self.of(self.rows(whole=whole))
+        return self._made[whole]
 
 
 def attend(
@@ -45,19 +100,16 @@ def attend(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls for each attention layer while context parallelism is on.
+    """Compute an attention layer under context parallelism; transformers calls this.
 
     Args:
         implementation: name of the attention that the model would use.
         query: of this rank, (B, H, P, D); keys and values with as many heads or fewer.
         attention_mask: a PositionMask.
-        options: further keywords; one that is not known to be right on a part of the positions is refused.
+        options: further keywords; one that is not known to be right for a part of the positions raises ModelError.
 
     Returns:
         (B, P, H, D), and no weights.
-
-    Raises:
-        ModelError: the layer cannot attend so.
     """
     mask = _checked_mask(module, query, key, attention_mask)
     share = mask.share
@@ -69,7 +121,7 @@ def attend(
     core = attention_of(module, implementation)
     if mask.observer is not None:
         return mask.observer.attend(query, key, value), None
-    layer = _Layer(core, implementation, module, mask, options, without_mask)
+    layer = _Layer(core, module, mask, options, without_mask)
     if share.way == "ulysses":
         return layer.exchanged(query, key, value, copies), None
     return layer.gathered(query, key, value), None
@@ -80,16 +132,11 @@ class _Layer:
     """One call of one layer.
 
     Attributes:
-        core: the model's own attention function.
-        implementation: its name in transformers.
-        module: the layer.
-        mask: of the call.
-        options: keywords for `core`.
-        without_mask: whether `core` would be given no mask by transformers, and take it for causal.
+        core: the model's attention function.
+        without_mask: whether transformers would give `core` no mask, and it would assume a causal one.
     """
 
-    core: Core
-    implementation: str
+    core: Callable[..., tuple[Tensor, Any]]
     module: nn.Module
     mask: PositionMask
     options: Mapping[str, Any]
@@ -101,17 +148,10 @@ class _Layer:
         key, value = GatherPositions.apply(torch.cat([key, value], -1), self.mask.share.group).split(sizes, -1)
         if not self.without_mask:
             return self._masked(query, key, value, whole=False)
-        # Two chunks of queries that follow each other.
-        chunk = self.mask.part // 2
+        # Two chunks of consecutive queries.
         starts = self.mask.share.starts(self.mask.length)
-        return torch.cat(
-            [
-                output
-                for rows, start in zip(query.split(chunk, 2), starts, strict=True)
-                for output in self._causal(rows, key, value, start)
-            ],
-            1,
-        )
+        parts = zip(query.split(self.mask.part // 2, 2), starts, strict=True)
+        return torch.cat([output for rows, start in parts for output in self._causal(rows, key, value, start)], 1)
 
     def exchanged(self, query: Tensor, key: Tensor, value: Tensor, copies: int) -> Tensor:
         group = self.mask.share.group
@@ -120,22 +160,20 @@ class _Layer:
             key, value = (each.repeat_interleave(copies, 1) for each in (key, value))
         query, key, value = (heads_for_positions(each, group) for each in (query, key, value))
         if self.without_mask:
-            output = self._run(query, key, value, None)
-        else:
-            output = self._masked(query, key, value, whole=True)
-        return positions_for_heads(output, group)
+            return positions_for_heads(self._run(query, key, value, None), group)
+        return positions_for_heads(self._masked(query, key, value, whole=True), group)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        # By what is there: in recomputation, nobody else says which heads the layer has.
+        # From the tensors' shapes: in recomputation nothing else knows how many heads the layer has.
         with _grouped(self.module, query.shape[1] // key.shape[1]):
             return self.core(self.module, query, key, value, mask, **self.options)[0]
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Iterator[Tensor]:
-        """Attention of queries at positions from `start` on, each to all keys up to its own."""
+        """Attend from consecutive positions, from `start` on, each to all keys up to its own."""
         count = query.shape[2]
         keys = start + count
         if query.device.type != "cpu" and count > 1:
-            # Kernels know this mask, and make no tensor of it.
+            # Kernels know this mask and make no tensor of it.
             yield self._run(query, key[:, :, :keys], value[:, :, :keys], causal_lower_right(count, keys))
             return
         step = max(1, LARGEST_MASK // keys)
@@ -149,30 +187,21 @@ class _Layer:
             yield self._block(part, key, value, rows, first + len(rows))
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Tensor:
-        """Attention of this rank's queries, or of all, under any mask."""
+        """Attend from this rank's queries, or from all, under any mask."""
         step = max(1, LARGEST_MASK // (query.shape[0] * self.mask.length))
         if step >= query.shape[2]:
             return self._run(query, key, value, self.mask.made(whole=whole))
-        rows = self.mask.rows(whole=whole)
-        return torch.cat(
-            [
-                self._block(part, key, value, some, self.mask.length)
-                for part, some in zip(query.split(step, 2), rows.split(step), strict=True)
-            ],
-            1,
-        )
+        parts = zip(query.split(step, 2), self.mask.rows(whole=whole).split(step), strict=True)
+        return torch.cat([self._block(part, key, value, rows, self.mask.length) for part, rows in parts], 1)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int) -> Tensor:
-        """Attention of some of the queries, at `rows`, to the first keys.
-
-        It is computed again in backward: the masks of all of them are too large to be held.
-        """
+        """Attend from queries at `rows` to the first keys, recomputed in backward: all masks together are too large."""
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._run(query, key, value, self.mask.of(rows, keys))
 
         key, value = key[:, :, :keys], value[:, :, :keys]
-        # Parameters that the function reads itself, such as sinks, are in their places in forward only.
+        # Parameters that the function reads itself, such as sinks, are in place during forward only.
         has_own = any(True for _ in self.module.parameters(recurse=False))
         if has_own or not torch.is_grad_enabled():
             return run(query, key, value)
@@ -181,28 +210,25 @@ class _Layer:
 
 
 def _copies_of_heads(module: nn.Module, heads: int, kv_heads: int, ranks: int) -> int:
-    """How many copies of each key head make their number one that the ranks divide.
-
-    Raises:
-        ModelError: the ranks do not divide the query heads, or the layer has a parameter for each head.
-    """
+    """Return how many copies of each key head make their number divisible by the ranks; raises ModelError."""
     advice = "Set cp_attention=allgather, or choose another cp_size."
+    name = type(module).__name__
     if heads % ranks:
         raise ModelError(
-            f"cp_attention='ulysses' divides the heads of attention, but {type(module).__name__} has {heads} of them "
+            f"cp_attention='ulysses' divides the heads of attention, but {name} has {heads} of them "
             f"on each rank, which cp_size={ranks} does not divide. {advice}"
         )
-    own = [name for name, each in module.named_parameters(recurse=False) if heads in each.shape]
+    own = [each for each, parameter in module.named_parameters(recurse=False) if heads in parameter.shape]
     if own:
         raise ModelError(
-            f"cp_attention='ulysses' divides the heads of attention, but {type(module).__name__} holds {own[0]} for "
+            f"cp_attention='ulysses' divides the heads of attention, but {name} holds {own[0]} for "
             f"all of them. {advice}"
         )
     groups = heads // kv_heads
     copies = next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
     if kv_heads != heads and not hasattr(module, "num_key_value_groups"):
         raise ModelError(
-            f"{type(module).__name__} has fewer key than query heads but no num_key_value_groups, so they cannot be "
+            f"{name} has fewer key than query heads but no num_key_value_groups, so they cannot be "
             f"divided by cp_attention='ulysses'. {advice}"
         )
     return copies
@@ -210,7 +236,7 @@ def _copies_of_heads(module: nn.Module, heads: int, kv_heads: int, ranks: int) -
 
 @contextmanager
 def _grouped(module: nn.Module, groups: int) -> Iterator[None]:
-    """Let a layer's attention take so many query heads for each key head."""
+    """Set the number of query heads per key head of a layer."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == groups:
         yield
@@ -240,7 +266,8 @@ def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> P
 def _check_options(module: nn.Module, options: Mapping[str, Any], way: str, *, without_mask: bool) -> None:
     name = type(module).__name__
     for option, value in options.items():
-        if not isinstance(value, Tensor) and not value:
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor and not value:
             continue
         if option in PER_HEAD and way == "ulysses":
             raise ModelError(
@@ -248,8 +275,9 @@ def _check_options(module: nn.Module, options: Mapping[str, Any], way: str, *, w
                 f"Set cp_attention=allgather."
             )
         if option not in KNOWN | PER_HEAD | {"is_causal"}:
+            shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)[:80]
             raise ModelError(
-                f"{name} gives its attention {option}={_told(value)}, of which it is not known whether it is right on "
+                f"{name} gives its attention {option}={shown}, of which it is not known whether it is right on "
                 f"a part of the positions. Set cp_size=1."
             )
     given = options.get("is_causal")
@@ -259,7 +287,3 @@ def _check_options(module: nn.Module, options: Mapping[str, Any], way: str, *, w
             f"{name} is given a causal mask but attends without causality (is_causal=False), which context parallelism "
             f"does not do. Set cp_size=1."
         )
-
-
-def _told(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]

@@ -1,9 +1,8 @@
 """Context parallelism for any model whose attention goes through transformers' interface.
 
-While a step runs, the model's attention setting names functions of ours (`attention.attend`, `make_mask`), and the
-model is called with this rank's positions of each sequence. Outside of steps the setting is what it was. Nothing else
-of the model changes, so what mixes positions elsewhere would compute something else: `check` finds that out before the
-first step.
+During a step the model's attention setting names functions of this package (`attention.attend`, `make_mask`), and the
+model is called with this rank's positions of each sequence. Nothing else of the model changes, so a model that mixes
+positions elsewhere would compute something else: `try_out` finds that before the first step.
 """
 
 from __future__ import annotations
@@ -32,32 +31,27 @@ from ...model.layout import ModelLayout
 from ...step.axis import Axis, Trial
 from ...step.token_loss import TARGETS, targets
 from ...strategy.contract import Batch
-from .attention import attend
-from .exchange import joined_positions, of_last_tokens
-from .mask import MaskFunction, PositionMask
-from .positions import Share, Way
+from .attention import MaskFunction, PositionMask, attend
+from .positions import Share, Way, joined_positions, of_last_tokens
 from .probe import Finding, Observer, find_defect, numbered, real_tokens
 
 _PREFIX = "meshwright_"
 _WHOLE_POSITIONS = "whole_position_ids"
 _MASKS = "masks_tokens"
-"""Key of a divided batch: a tensor with an element where the attention mask has zeros, and none where it has not; the
-key is missing where that is not known without a wait for the device."""
+"""Key of a divided batch: a tensor with one element if the attention mask has zeros, else none; missing where
+finding out would wait for the device."""
 _DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 _SERVED = ("eager", "sdpa")
 
 
 class ContextParallel(Axis):
-    """The context parallelism of one model; see the module.
+    """The context parallelism of one model.
 
     Args:
         model: to train; it is not changed.
         layout: of the model.
         mesh: the axis `cp`.
         attention: see [Note: two ways] in `attention`.
-
-    Attributes:
-        observer: while the model is checked, what sees its attention instead.
 
     Raises:
         ModelError: the model's attention, or its positions, cannot be divided.
@@ -81,42 +75,30 @@ class ContextParallel(Axis):
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of."""
         return 2 * self.share.size
 
     def divide(self, batch: Batch) -> Batch:
-        """This rank's positions of a microbatch, with explicit positions and, in place of labels, `TARGETS`.
+        """Return this rank's positions of a microbatch, with explicit positions and, in place of labels, `TARGETS`.
 
-        `attention_mask` stays whole, (B, S), also where the batch has none.
-
-        Args:
-            batch: one that `check_batch` takes.
+        `attention_mask` stays whole, (B, S), and is added where the batch has none.
         """
         ids, labels = batch["input_ids"], batch["labels"]
-        count, length = ids.shape
-        given = batch.get("position_ids")
-        padding = self._finding.padding if self._finding is not None else None
-        whole = numbered(ids, padding) if given is None else given
-        mask = batch.get("attention_mask")
+        given, mask = batch.get("position_ids"), batch.get("attention_mask")
+        whole = numbered(ids, self._finding.padding if self._finding is not None else None) if given is None else given
         divided = {
             "input_ids": self.own(ids),
             TARGETS: self.own(targets(labels)),
-            "position_ids": self.own(whole.expand(count, length)),
+            "position_ids": self.own(whole.expand(ids.shape)),
             "attention_mask": torch.ones_like(ids) if mask is None else mask,
         }
         if mask is None or mask.device.type == "cpu":
             divided[_MASKS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
         if given is not None and mask is None and _may_restart(given):
             # transformers looks for documents only then.
-            divided[_WHOLE_POSITIONS] = whole.expand(count, length)
+            divided[_WHOLE_POSITIONS] = whole.expand(ids.shape)
         return divided
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse what `divide` cannot divide; no collective.
-
-        Raises:
-            BatchError: the batch holds what cannot be divided.
-        """
         count, length = batch["input_ids"].shape
         for name, tensor in batch.items():
             if name not in _DIVIDED:
@@ -130,29 +112,21 @@ class ContextParallel(Axis):
                     f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.share.size} it must be that "
                     f"of input_ids, {(count, length)}."
                 )
-        if (
-            self._finding is not None
-            and self._finding.follows_mask
-            and "attention_mask" in batch
-            and "position_ids" not in batch
-        ):
+        follows_mask = self._finding is not None and self._finding.follows_mask
+        if follows_mask and "attention_mask" in batch and "position_ids" not in batch:
             raise BatchError(
                 f"{self._name} computes positions from attention_mask, which cp_size={self.share.size} "
                 f"cannot divide. Give position_ids beside it."
             )
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's positions of a tensor (B, S, ...)."""
         return self.share.own(whole)
 
     def joined(self, part: Tensor) -> Tensor:
         return joined_positions(part, self.share.group)
 
     def joined_sequences(self, part: Tensor) -> Tensor:
-        """What the model gives for each sequence: what the rank gives that has its last token, padding aside.
-
-        Behind its head such a model takes the last position that is no padding (see `probe`), here of this rank's.
-        """
+        """Return for each sequence what the rank with its last token gives, padding aside: such a head takes that."""
         return of_last_tokens(part, real_tokens(self._model, self._ids_BS), self.share)
 
     @property
@@ -163,10 +137,7 @@ class ContextParallel(Axis):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Around forwards and backwards: the model attends as `attention.attend` does, and holds no keys and values.
-
-        The settings are put back.
-        """
+        """Let the model attend as `attention.attend` does and keep no KV cache, and restore its settings."""
         before = [(config, attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs]
         try:
             for config, name, use_cache in before:
@@ -184,7 +155,6 @@ class ContextParallel(Axis):
 
     @contextmanager
     def around_forward(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Around a forward with a divided batch; gives what the model is called with."""
         global _running
         rest = {name: value for name, value in inputs.items() if name not in (_WHOLE_POSITIONS, _MASKS)}
         self._ids_BS = inputs["input_ids"]
@@ -201,7 +171,7 @@ class ContextParallel(Axis):
 
     @contextmanager
     def alone(self) -> Iterator[Observer]:
-        """Around forwards in which each position attends to itself, without communication, and is noted."""
+        """Let each position attend to itself, without communication, and record what attention is given."""
         self.observer = observer = Observer()
         try:
             yield observer
@@ -212,7 +182,7 @@ class ContextParallel(Axis):
         return self._finding is None or self._finding.defect is not None
 
     def try_out(self, trial: Trial) -> ModelError | None:
-        """Whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains."""
+        """Find out whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains."""
         ids_BS = trial.microbatch["input_ids"]
         with self.alone() as observer:
             self._finding = find_defect(
@@ -224,14 +194,12 @@ class ContextParallel(Axis):
 
 @dataclass(frozen=True)
 class _Running:
-    """The forward that is running, for masks that the model makes.
+    """The forward that is running, for the masks that the model makes.
 
     Attributes:
-        parallel: of the model.
-        length: of a whole sequence.
-        part: positions on this rank.
-        positions_BS: where documents may be, the whole sequence's positions.
-        masks: whether the attention mask has zeros; None: not known.
+        length, part: positions of a full sequence, and of it on this rank.
+        positions_BS: positions of full sequences, where they may hold several documents.
+        masks: whether the attention mask has zeros; None if unknown.
     """
 
     parallel: ContextParallel
@@ -246,7 +214,7 @@ _running: _Running | None = None
 
 @functools.cache
 def _registered(implementation: str) -> str:
-    """The name under which transformers finds our functions, in the place of one of its own."""
+    """Register our functions with transformers in place of an attention of its own, and return their name."""
     name = _PREFIX + implementation
     attention = torch.compiler.disable(functools.partial(attend, implementation))
     register_attention(name, attention, functools.partial(make_mask, implementation))
@@ -269,11 +237,11 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     **rest: Any,
 ) -> PositionMask:
-    """What transformers calls for each mask while context parallelism is on; see [Note: masks] in `mask`.
+    """Make a mask under context parallelism; transformers calls this.
 
     Args:
         q_length: positions on this rank.
-        kv_length: of the whole sequence, since `attention_mask` is whole.
+        kv_length: positions of the full sequence, since `attention_mask` is whole.
         attention_mask: boolean, (B, S); None where the batch has none and the model is being checked.
     """
     if _running is None:
@@ -299,20 +267,13 @@ def make_mask(
         mask_function, is_documents = for_documents(mask_function, _running.positions_BS)
         is_causal = is_causal and not is_documents
     arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
-    return PositionMask(
-        _running.parallel.share,
-        _running.parallel.observer,
-        mask_maker(implementation),
-        mask_function,
-        length=kv_length,
-        part=q_length,
-        is_causal=is_causal,
-        arguments=arguments,
-    )
+    share, observer = _running.parallel.share, _running.parallel.observer
+    maker = mask_maker(implementation)
+    return PositionMask(share, observer, maker, mask_function, kv_length, q_length, is_causal, arguments)
 
 
 def _may_restart(positions: Tensor) -> bool:
-    """Whether documents may share a row; on an accelerator, that is not looked at."""
+    """Return whether documents may share a row; True on an accelerator, so as not to wait for it."""
     return positions.device.type != "cpu" or bool((positions.diff(dim=-1) != 1).any())
 
 

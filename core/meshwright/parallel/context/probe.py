@@ -1,15 +1,14 @@
 """Find out whether a model mixes positions in its attention alone, and takes positions from `position_ids`.
 
-The model runs on a few tokens of one sequence, without gradients, with each position attending to itself only. Then
-whatever is done to one position must show nowhere else:
+The model runs on a few tokens of one sequence, without gradients, and each position attends to itself only. Then what
+is done to one position must show at no other:
 
-- not a number behind the embedding of one position, and another token there: exact for whatever carries hidden states;
-- equal tokens at equal positions: what attention is given must be equal, or something has counted positions by itself;
-- positions left to the model, and given: equal, or what the model would do by itself is something else.
+- NaN behind the embedding of one position, and another token there: exact for everything that carries hidden states;
+- equal tokens at equal positions: attention must be given equal values, or something counts positions by itself;
+- positions left to the model, and given: equal results, or the model's default positions are something else.
 
-A model that gives one thing for each sequence must take it from the last position that is no padding.
-
-No class is known by name. A model that runs into an error here is refused with it.
+A model with one output per sequence must take it from the last position that is no padding. No class is known by name;
+a model that runs into an error here is refused with it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ Call = Callable[[dict[str, Tensor]], Any]
 
 
 class Observer:
-    """Stands in for attention: each position attends to itself, and what it is given is written down."""
+    """Replacement of attention: each position attends to itself, and what attention is given is recorded in `seen`."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, H, P, D) to (B, P, H, D)."""
+        """Map (B, H, P, D) to (B, P, H, D)."""
         self.seen += [each.transpose(1, 2).detach() for each in (query, key, value)]
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
@@ -49,8 +48,8 @@ class Finding:
 
     Attributes:
         defect: what is wrong with the model, or None.
-        follows_mask: whether it computes positions from an attention mask, where it is given no positions.
-        padding: the token id behind which it numbers positions by itself, see `numbered`; None: from 0.
+        follows_mask: whether it computes positions from an attention mask where it is given none.
+        padding: the token id after which it numbers real tokens by itself (see `numbered`); None: from 0.
     """
 
     defect: str | None
@@ -59,7 +58,7 @@ class Finding:
 
 
 def numbered(ids_BS: Tensor, padding: int | None) -> Tensor:
-    """Positions as models number them that are given none: from 0, or real tokens from `padding` + 1."""
+    """Return a model's default positions: from 0, or real tokens from `padding` + 1."""
     if padding is None:
         return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
     real = (ids_BS != padding).long()
@@ -76,17 +75,16 @@ def find_defect(
     multiple: int,
     ranks: int,
 ) -> Finding:
-    """What is wrong with the model, and how it numbers positions.
+    """Find what is wrong with a model, and how it numbers positions. Collective as its forward is.
 
     Args:
-        name: of the model.
-        model: as it runs, sharded perhaps.
-        layout: of it.
-        observer: which attention calls.
-        ids_BS: tokens of which to take a few.
-        call: runs the model; collective as its forward is.
-        multiple: the number of positions must be a multiple of it.
-        ranks: of cp; attention masks are so many times as long as what a rank has.
+        name: of the model, for errors.
+        model: as it runs, possibly sharded; `call` runs it.
+        layout: of the model.
+        observer: called as attention.
+        ids_BS: tokens, of which a few are used.
+        multiple: of which the number of positions must be a multiple.
+        ranks: of cp; attention masks are so many times as long as this rank's positions.
     """
     length = multiple * -(-TOKENS // multiple)
     ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
@@ -97,13 +95,12 @@ def find_defect(
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
-        # Whatever a model's own code does with a mask or positions that are not of the usual kind.
+        # Whatever a model's own code does with unusual masks or positions.
         reason = (str(error).strip().splitlines() or [""])[0]
         return Finding(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
 
 
 def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padding: int | None) -> Finding:
-    """The runs, one question each; see the module."""
     length = ids.shape[1]
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
@@ -143,7 +140,7 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
 
 
 def _takes_last(probe: _Probe, ids: Tensor) -> bool:
-    """Whether the model gives for a sequence what its head gives for the last position that is no padding."""
+    """Return whether the output of a sequence is what the head gives for the last position that is no padding."""
     padding, padded = _padding(probe.model), ids.clone()
     padded[:, -1] = int(ids[0, -1]) if padding is None else padding
     places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
@@ -158,7 +155,7 @@ def _takes_last(probe: _Probe, ids: Tensor) -> bool:
 
 
 def real_tokens(model: nn.Module, ids_BS: Tensor) -> Tensor:
-    """Which tokens are no padding, to a model that looks for the last of them; bool, (B, S)."""
+    """Return which tokens are no padding to a model that looks for the last of them; bool, (B, S)."""
     padding = _padding(model)
     return torch.ones_like(ids_BS, dtype=torch.bool) if padding is None else ids_BS != padding
 
@@ -169,11 +166,11 @@ def _padding(model: nn.Module) -> int | None:
 
 
 class _Probe:
-    """Runs a model, and gives what its attention was given and what it returns, each (1, P, ...).
+    """Runs of a model.
 
     Attributes:
-        logits: that the model has given last; None: it is a stage of a pipeline that gives none.
-        head: the last of its modules with parameters outside of blocks.
+        logits: of the last run; None for a pipeline stage that has none.
+        head: the last module with parameters outside of blocks.
     """
 
     logits: Tensor | None = None
@@ -182,7 +179,7 @@ class _Probe:
         self.model, self._observer, self._call = model, observer, call
         self._embedding = model.get_submodule(layout.embedding) if layout.embedding else None
         self._blocks = [model.get_submodule(stack[0]) for stack in layout.stacks]
-        # A later stage of a pipeline is given hidden states, which are any.
+        # A later stage of a pipeline is given hidden states, whatever they are.
         within = tuple(f"{block}." for block in layout.blocks)
         outside = [n for n, _ in model.named_parameters() if not n.startswith(within)]
         self.head = outside[-1].rpartition(".")[0] if outside else ""
@@ -191,6 +188,7 @@ class _Probe:
     def run(
         self, inputs: dict[str, Tensor], *, not_a_number: list[int] | None = None, equal: bool = False
     ) -> list[Tensor]:
+        """Return what attention is given and what the model returns, each (1, P, ...)."""
         self._observer.seen.clear()
         device = inputs["input_ids"].device
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
@@ -213,22 +211,22 @@ class _Probe:
     def _changed(self, not_a_number: list[int] | None, *, equal: bool) -> Iterator[None]:
         """Change hidden states on their way into the model."""
 
-        def change(hidden: Tensor) -> Tensor:
+        def change(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
             if equal:
-                return hidden[:, :1].expand_as(hidden).contiguous()
-            if not_a_number is None:
-                return hidden
-            hidden = hidden.clone()
-            hidden[:, not_a_number] = torch.nan
-            return hidden
+                return value[:, :1].expand_as(value).contiguous()
+            if not_a_number is not None:
+                value = value.clone()
+                value[:, not_a_number] = torch.nan
+            return value
 
         def behind(module: nn.Module, args: Any, output: Any) -> Any:
-            return change(output) if isinstance(output, Tensor) else output
+            return change(output)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def changed(value: Any) -> Any:
-                is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
-                return change(value) if is_hidden else value
+                return change(value) if isinstance(value, Tensor) and value.dim() == 3 else value
 
             return tuple(map(changed, args)), {key: changed(value) for key, value in kwargs.items()}
 
@@ -245,7 +243,7 @@ class _Probe:
 
 
 def _steady(run: list[Tensor]) -> list[Tensor]:
-    """Of a run, what can be compared between positions: in half precision only what the first attention is given.
+    """Return what can be compared between positions: in half precision only what the first attention is given.
 
     Behind that, the rounding of another batch may send a token to another expert.
     """
@@ -254,7 +252,7 @@ def _steady(run: list[Tensor]) -> list[Tensor]:
 
 
 def _alike(first: Sequence[Tensor], second: Sequence[Tensor], rows: Sequence[int]) -> bool:
-    """Whether two runs agree at some positions, but for rounding."""
+    """Return whether two runs agree at some positions up to rounding."""
     if len(first) != len(second):
         return False
     chosen = list(rows)

@@ -1,7 +1,7 @@
 """Expert parallelism, for any strategy that claims the axis `ep`.
 
-A strategy makes an `ExpertParallel` of the model before it shards it further, calls its `apply`, and shards the modules
-that it names over the expert mesh ([Note: axis, dim, degree] in `meshwright.mesh.sizes`); all other modules as before.
+A strategy calls `ExpertParallel.apply` before it shards the model further, and shards the modules that it names over
+the expert mesh ([Note: axis, dim, degree] in `meshwright.mesh.sizes`), all other modules as before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which modules of a model hold its experts, found by structure.
+"""Find the modules of a model that hold stacked experts, by structure.
 
-Such a module says in `num_experts` how many experts it has, its parameters have as many entries along their first dim,
-and its forward takes hidden states (T, D), the experts of each token (T, K) and their weights (T, K). The experts of
-transformers are of this kind; others are refused.
+Such a module has `num_experts`, parameters with as many entries along their first dim, and a forward of hidden states
+(T, D), the experts of each token (T, K) and their weights (T, K), as the experts of transformers. Others are refused.
 """
 
 from __future__ import annotations
@@ -17,31 +16,24 @@ from ..._compat.peft import base_name
 from ...base.errors import ModelError
 
 _DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
-"""What a model's own plan calls the modules to which tokens are sent; the second is that of transformers 5.17."""
+"""Names of the dispatching style in a model's own plan; the second is that of transformers 5.17."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of stacked experts: its name, and how many there are."""
+    """A module of stacked experts: its name and their number."""
 
     name: str
     count: int
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
-    """The modules of stacked experts, in the model's order."""
+    """Return the modules of stacked experts, in the model's order."""
     return [Experts(name, module.num_experts) for name, module in model.named_modules() if _is_experts(module)]
 
 
 def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
-    """Refuse a model whose experts cannot be divided over `ep_size` ranks.
-
-    Args:
-        model: the whole of it, not a stage of a pipeline.
-
-    Raises:
-        ModelError: on all ranks alike.
-    """
+    """Raise ModelError, on all ranks alike, if a full model's experts cannot be divided over `ep_size` ranks."""
     if ep_size == 1:
         return
     found = find_experts(model)
@@ -64,7 +56,7 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
 
 
 def _check_own(model: nn.Module, experts: Experts, ep_size: int) -> None:
-    """Refuse experts that hold or share what is not divided with them."""
+    """Refuse experts that hold or share parameters that are not divided with them."""
     inside = {name for name, _ in model.get_submodule(experts.name).named_parameters(prefix=experts.name)}
     by_identity: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -91,13 +83,13 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """The names of what a module's forward takes."""
+    """Return the names of the arguments of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [name for name, each in inspect.signature(module.forward).parameters.items() if each.kind in kinds]
 
 
 def _named_by_plan(model: nn.Module) -> set[str]:
-    """The modules that the model's own expert-parallel plan names, by their names in the base model."""
+    """Return the modules that the model's own expert-parallel plan names, by their names in the base model."""
     of_config: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     # transformers 5.17 has no plan of the whole model.

@@ -1,11 +1,9 @@
 """Adapters of peft under tensor parallelism.
 
-A plan names layers of the base model. Where one is wrapped for low-rank matrices A and B, its style surrounds the
-wrapper, so that base and adapter share what is communicated: of a column-parallel layer B is divided as the weight is
-along the output, and A is whole; of a row-parallel one A is divided along the input, and B whole. What is whole meets
-activations that are in parts, so its gradients are summed. Nothing more is communicated in forward, but for DoRA on
-rows, whose norms are sums over the ranks. Dropout before a divided A is drawn for all of its input on every rank, so
-that masks are those of one process.
+The style of a layer is put around its wrapper, so that it and its low-rank matrices A and B share communication. Of a
+column-parallel layer, B is divided along the output, and A is replicated; of a row-parallel one, A is divided along the
+input, and B is replicated. Replicated matrices meet divided activations, so their gradients are summed. Dropout
+before a divided A is drawn for the full input on every rank, so that masks are those of one process.
 Source: Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
 
@@ -21,22 +19,23 @@ from torch.nn import functional as F
 
 from ..._compat.peft import LowRank, low_rank, saved_copies, sum_norms, wrapped, wrappers
 from ..._compat.torch import all_reduce, own_parameters
-from ...model.forward_order import Layer, put_around
-from .around import Around
+from ...model.forward_order import Layer
+from .. import wrap_forward
 from .collectives import chunk_sizes
-from .division import Division
+from .local_parameters import Division
+from .styles import Around
 
 PARTIAL = "replicated_with_grad_allreduce"
 OUT = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise")
-"""Styles that divide what a layer gives."""
+"""Styles that divide a layer's output."""
 IN = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_rowwise")
-"""Styles that divide what it takes."""
+"""Styles that divide a layer's input."""
 
 
 def spread(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The modules that a style is put around where a plan gives it to one, each with the styles of its parameters.
+    """Yield the modules that a style is put around, each with the styles of its parameters.
 
-    One module, unless there is a trained copy of it; its own parameters, unless it is wrapped for an adapter.
+    That is one module, unless there is a trained copy of it.
     """
     for name in saved_copies(model, module):
         outer = model.get_submodule(name)
@@ -49,10 +48,9 @@ def spread(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dic
 
 
 def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterable[str]) -> dict[str, str]:
-    """The styles of adapters of single parameters, whose own styles are given.
+    """Return the styles of adapters of single parameters, from the parameters' own styles.
 
-    Args:
-        leave: modules that are divided otherwise, whose inputs the ranks share.
+    `leave` names modules that are divided otherwise, whose inputs the ranks share.
     """
     found: dict[str, str] = {}
     left = set(leave)
@@ -66,23 +64,23 @@ def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterab
 
 
 def has_other_wrappers(model: nn.Module) -> bool:
-    """Whether something wraps layers that is no low-rank adapter, of which is not known how it computes."""
+    """Return whether a layer is wrapped by something that is no low-rank adapter."""
     return any(low_rank(layer) is None for _, layer in wrappers(model))
 
 
 def parts_of_wrappers(model: nn.Module) -> set[str]:
-    """The modules within a tuner's wrappers."""
+    """Return the modules within a tuner's wrappers."""
     return {f"{name}.{each}" for name, layer in wrappers(model) for each, _ in layer.named_modules() if each}
 
 
 def layer_at(model: nn.Module, name: str) -> nn.Module:
-    """The layer of the base model at a name, within what an adapter has put around it."""
+    """Return the base model's layer at a name, inside of an adapter."""
     module = model.get_submodule(saved_copies(model, name)[0])
     return wrapped(module) if low_rank(module) is not None else module
 
 
 def path_of_layer(model: nn.Module, name: str) -> str:
-    """The name of a layer, within what a tuner has put around it."""
+    """Return the name of a layer inside of a tuner's wrapper."""
     return _path(model.get_submodule(name), name)
 
 
@@ -94,7 +92,7 @@ def _path(outer: nn.Module, name: str) -> str:
 
 
 def _of_adapter(layer: LowRank, style: str) -> Iterator[tuple[str, str]]:
-    """The styles of the parameters of an adapter, whose base has a style, by their names within the wrapper."""
+    """Yield names within the wrapper, and styles, of the parameters of an adapter whose base has a style."""
     divides_out, divides_in = style in OUT, style in IN
     if layer.is_transposed:
         divides_out, divides_in = divides_in, divides_out
@@ -107,7 +105,7 @@ def _of_adapter(layer: LowRank, style: str) -> Iterator[tuple[str, str]]:
 
 
 def divided_along_input(model: nn.Module, divisions: Mapping[str, Division]) -> Iterator[LowRank]:
-    """Adapters of layers whose input is divided."""
+    """Yield the adapters of layers whose input is divided."""
     for name, module in model.named_modules():
         adapter = low_rank(module)
         if adapter is not None and any(divisions[f"{name}.{each}"].is_sharded for each in adapter.inner):
@@ -115,7 +113,7 @@ def divided_along_input(model: nn.Module, divisions: Mapping[str, Division]) -> 
 
 
 def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
-    """Modules, and in place of those that are not called, of which a wrapper reads the parameters, the wrapper."""
+    """Replace modules that are never called, because a wrapper reads their parameters, by the wrapper."""
     found = set(modules)
     for _, layer in wrappers(model):
         adapter = low_rank(layer)
@@ -127,21 +125,18 @@ def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
 
 
 def divide_input(parallel: Around, layer: LowRank, is_active: Callable[[], bool]) -> None:
-    """Let a wrapper whose base divides its input compute this rank's part of everything; in place.
-
-    Args:
-        is_active: whether parameters are divided at the moment.
-    """
+    """Let a wrapper whose base divides its input compute this rank's part while `is_active()`; in place."""
+    wrap = functools.partial(wrap_forward, layer=Layer.TENSOR, is_active=is_active)
     for bias in layer.biases:
-        _wrap(bias, functools.partial(_with_share_of_bias, parallel.size, bias), is_active)
+        wrap(bias, run=functools.partial(_with_share_of_bias, parallel.size, bias))
     for dropout in layer.dropouts:
-        _wrap(dropout, functools.partial(_dropped, parallel, layer, dropout), is_active)
+        wrap(dropout, run=functools.partial(_dropped, parallel, layer, dropout))
     for magnitude in layer.magnitudes:
         sum_norms(magnitude, lambda squares: all_reduce(squares, "sum", parallel.group), is_active)
 
 
 def _with_share_of_bias(size: int, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
-    """Each rank adds an equal part of the bias."""
+    """Add an equal part of the bias on each rank."""
     bias = own_parameters(module)["bias"]
     own_parameters(module)["bias"] = None if bias is None else bias / size
     try:
@@ -151,20 +146,9 @@ def _with_share_of_bias(size: int, module: nn.Module, forward: Callable[..., Any
 
 
 def _dropped(parallel: Around, layer: LowRank, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
-    """This rank's part of a mask that is drawn for the whole input."""
+    """Apply this rank's part of a mask that is drawn for the full input."""
     if not module.training or module.p == 0:
         return x
     sizes = chunk_sizes(layer.in_features, parallel.size)
     mask = F.dropout(torch.ones(*x.shape[:-1], layer.in_features, dtype=x.dtype, device=x.device), module.p)
     return x * mask.narrow(-1, sum(sizes[: parallel.rank]), sizes[parallel.rank])
-
-
-def _wrap(module: nn.Module, run: Callable[..., Any], is_active: Callable[[], bool]) -> None:
-    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def wrapped_forward(x: Tensor) -> Any:
-            return run(forward, x) if is_active() else forward(x)
-
-        return wrapped_forward
-
-    put_around(module, Layer.TENSOR, around)

@@ -1,13 +1,13 @@
-"""The collectives of tensor parallelism as autograd functions, each with the backward that its use calls for.
+"""The collectives of tensor parallelism as autograd functions.
 
-A *replicated* tensor is equal on all ranks of the group, and so is its gradient. A *partial* one is to be summed over
-them. Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (copy and reduce are its f and g); Korthikanti et al.
-2022, arXiv:2205.05198, section 4.2 (the sequence-parallel pair).
+A *replicated* tensor is equal on all ranks of the group, and so is its gradient; a *partial* one is to be summed.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (`Copy` and `Reduce` are its f and g); Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2 (the sequence-parallel pair).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat.torch import all_gather, all_reduce, reduce_scatter
+from ...step.vocabulary import Vocabulary
 
 
 def chunk_sizes(size: int, count: int) -> list[int]:
-    """How `torch.chunk`, and so `Shard`, cuts `size` for `count` ranks; the last ones may be shorter, or empty."""
+    """Return how `torch.chunk`, and so `Shard`, cuts `size` for `count` ranks; the last ones may be empty."""
     step = -(-size // count)
     return [max(0, min(step, size - rank * step)) for rank in range(count)]
 
 
 class Copy(torch.autograd.Function):
-    """Replicated tensor that is used in parts: identity; the partial gradients are summed."""
+    """Replicated tensor for use in parts: identity; partial gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -38,7 +39,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """Partial tensor to its sum; the gradient, replicated, passes."""
+    """Partial tensor to its sum; the replicated gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -50,7 +51,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """This rank's chunk of a replicated tensor along `dim`; the gradients of all chunks are gathered."""
+    """This rank's chunk of a replicated tensor along `dim`; gradients of all chunks are gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -63,7 +64,7 @@ class Split(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """All chunks of a sharded tensor, `size` long in all; of the gradient, replicated, this rank's chunk passes."""
+    """All chunks of a sharded tensor, `size` in all; this rank's chunk of the replicated gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
@@ -76,10 +77,10 @@ class Gather(torch.autograd.Function):
 
 
 class GatherForParts(torch.autograd.Function):
-    """`Gather` of what is then used in parts: the partial gradients are summed and scattered.
+    """`Gather` for use in parts: partial gradients are summed and scattered.
 
     Args:
-        whole: the gathered tensor, if it is there already; None to gather.
+        whole: the gathered tensor, if it exists already; None to gather.
     """
 
     @staticmethod
@@ -95,7 +96,7 @@ class GatherForParts(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Partial tensor to this rank's chunk of its sum; the gradients of all chunks are gathered."""
+    """Partial tensor to this rank's chunk of its sum; gradients of all chunks are gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -108,9 +109,9 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class Copies:
-    """One `Copy` for each tensor, however many layers read it.
+    """One `Copy` per tensor, however many layers read it.
 
-    Query, key and value read the same tensor; with one copy their gradients are summed locally before the all-reduce.
+    Gradients of query, key and value are then summed locally before one all-reduce.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,7 +122,7 @@ class Copies:
         return len(self._pairs)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The copy of a tensor."""
+        """Return the copy of a tensor."""
         for seen, copied in self._pairs:
             if seen is tensor:
                 return copied
@@ -130,31 +131,51 @@ class Copies:
         return made
 
     def add(self, tensor: Tensor, copied: Tensor) -> None:
-        """Tell the copy of a tensor, where another gradient rule than that of `Copy` holds."""
+        """Set the copy of a tensor that has another gradient rule than `Copy`."""
         self._pairs.append((tensor, copied))
 
     def forget(self, count: int) -> None:
-        """Keep the first `count` only."""
+        """Keep only the first `count`."""
         del self._pairs[count:]
 
 
 def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' chunks along `dim`, which has `size` entries in all and need not divide; without autograd."""
+    """Gather all ranks' chunks along `dim`, which has `size` entries in all and need not divide; without autograd."""
     sizes = chunk_sizes(size, dist.get_world_size(group))
     if len(set(sizes)) == 1:
         return all_gather(tensor, dim, group)
     dim %= tensor.dim()
     missing = sizes[0] - tensor.shape[dim]
     padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
-    return _without_padding(all_gather(padded, dim, group), dim, sizes)
-
-
-def _without_padding(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    step = sizes[0]
-    return torch.cat([tensor.narrow(dim, rank * step, size) for rank, size in enumerate(sizes)], dim)
+    gathered = all_gather(padded, dim, group)
+    return torch.cat([gathered.narrow(dim, rank * sizes[0], size) for rank, size in enumerate(sizes)], dim)
 
 
 def _own(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     sizes = chunk_sizes(tensor.shape[dim], dist.get_world_size(group))
     rank = dist.get_rank(group)
     return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+@dataclass(frozen=True)
+class ShardedVocabulary(Vocabulary):
+    """A vocabulary of `entries`, sharded over `group`; `start` is this rank's first entry."""
+
+    entries: int
+    group: dist.ProcessGroup
+    start: int = 0
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, entries: int) -> ShardedVocabulary:
+        """Return this rank's part."""
+        sizes = chunk_sizes(entries, dist.get_world_size(group))
+        return cls(entries, group, sum(sizes[: dist.get_rank(group)]))
+
+    def size(self, local: int) -> int:
+        return self.entries
+
+    def each(self, local: Tensor) -> Tensor:
+        return all_gather(local[None], 0, self.group)
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        return gather(logits, -1, self.entries, self.group)

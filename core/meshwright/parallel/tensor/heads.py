@@ -1,6 +1,6 @@
 """Attention heads under tensor parallelism.
 
-Query heads must divide. Key and value heads need not: where the ranks do not divide them, each rank computes those that
+The ranks must divide the query heads. Where they do not divide the key and value heads, each rank computes those that
 its query heads read, from a replicated weight.
 """
 
@@ -20,12 +20,12 @@ _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True)
 class SharedHeads:
-    """Key and value projections of an attention module whose heads the ranks share.
+    """Key and value projections of an attention module that ranks share.
 
     Attributes:
         attention: name of the module.
-        rows: by the name of each parameter that is replicated, the rows that this rank computes with; int64.
-        groups: this rank's query heads for each of its key and value heads.
+        rows: by name of each replicated parameter, the rows that this rank uses; int64.
+        groups: this rank's query heads per key and value head.
     """
 
     attention: str
@@ -34,17 +34,14 @@ class SharedHeads:
 
 
 def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[SharedHeads]:
-    """Find attention modules whose key and value heads are fewer than, or not divided by, the ranks.
-
-    Raises:
-        ModelError: query heads are not divided by the ranks, or key and value heads cannot be shared.
-    """
+    """Return attention modules whose key and value heads the ranks do not divide; raises ModelError for query heads."""
     shared = []
     parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
     config = text_config(model)
     for name in parents:
         attention = model.get_submodule(name)
-        heads = next((int(getattr(attention, each)) for each in _COUNTS if _is_count(attention, each)), None)
+        counts = (getattr(attention, each, None) for each in _COUNTS)
+        heads = next((each for each in counts if isinstance(each, int) and each > 0), None)
         is_attention = heads is not None or hasattr(attention, "num_key_value_groups") or hasattr(attention, "head_dim")
         if not is_attention:
             continue
@@ -68,14 +65,14 @@ def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, 
     read = [(rank * count + index) // groups for index in range(count)]
     distinct = list(dict.fromkeys(read))
     per_head = len(read) // len(distinct)
-    # Heads in order, each read by equally many: attention repeats them itself. Else each query head gets its own.
+    # If each head is read by equally many, in order, attention repeats them itself; else each query head gets its own.
     chosen = distinct if read == [head for head in distinct for _ in range(per_head)] else read
     rows: dict[str, Tensor] = {}
     for projection in (f"{name}.k_proj", f"{name}.v_proj"):
         layer = model.get_submodule(projection)
         width = int(layer.out_features) // kv_heads
         index = torch.cat([torch.arange(head * width, (head + 1) * width) for head in chosen])
-        # Of an adapter, too, what has the output along its first dim.
+        # Also parameters of adapters that have the output along their first dim.
         named = plan.parameters.items()
         rows |= {each: index for each, style in named if each.startswith(f"{projection}.") and style == "colwise"}
     return SharedHeads(name, rows, len(read) // len(chosen))
@@ -88,8 +85,3 @@ def _check_divides(name: str, heads: int, size: int) -> None:
             f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
             f"{divisors}."
         )
-
-
-def _is_count(module: nn.Module, name: str) -> bool:
-    value = getattr(module, name, None)
-    return isinstance(value, int) and value > 0

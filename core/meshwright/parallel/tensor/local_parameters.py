@@ -1,13 +1,12 @@
 """Parameters that are DTensors on the `tp` axis, and plain local tensors while a module runs.
 
-For strategies that take no DTensors, parameters are plain local tensors throughout. While a module runs, those of which
-it sees something else than this rank's part, or whose gradients must be summed along the axis, are replaced.
+[Note: local parameters] A strategy that gathers parameters (fully_shard) puts DTensors on the `tp` axis into a module
+just before its forward. `inside` replaces them by local tensors while it runs, and autograd returns the gradients as
+DTensors. A module leaves the parameters of a submodule that does so itself: a gathered block may still be full when the
+model starts, and fully_shard reduces a block's gradients as soon as the backward of its own computation is done.
 
-[Note: local parameters] A strategy that gathers parameters (fully_shard) puts DTensors on the `tp` axis into the
-modules just before their forward. `inside` replaces those, and no others, while a module runs, and lets autograd give
-the gradients back as DTensors. Each module replaces its own parameters, not those of a module in it that does so
-itself: a gathered block may still be whole when the model starts, and fully_shard reduces a block's gradients as soon
-as what was made of its parameters within the block has had its backward.
+With `plain`, for strategies that take no DTensors, parameters are plain local tensors throughout, and only those are
+replaced of which the module sees something else than the local shard or whose gradients must be summed.
 """
 
 from __future__ import annotations
@@ -17,37 +16,73 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat.torch import own_parameters
+from ..._compat.torch import is_packed, is_sharded, own_parameters
+from ...tensors.pieces import Piece, pieces_within
 from ...tensors.state import whole_tensor
 from .collectives import Copy
-from .division import Division
 
 Slot: TypeAlias = "tuple[nn.Module, str]"
 
 
+@dataclass(frozen=True)
+class Division:
+    """How one parameter of a full `shape` is placed on the mesh `tp`: sharded, perhaps in packed parts, or whole."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+
+    @property
+    def is_sharded(self) -> bool:
+        return is_sharded(self.placement)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor that all ranks have, contiguous, in memory of its own."""
+        part = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather the full tensor on every rank. Collective where it is sharded."""
+        return whole_tensor(self.distributed(part)) if self.is_sharded else part
+
+    def pieces(self, pieces: list[Piece], shape: torch.Size) -> list[Piece]:
+        """Return rectangles of the full tensor from those of this rank's shard, which has `shape`."""
+        if not self.is_sharded:
+            return pieces
+        return pieces_within(pieces, self.distributed(torch.empty(shape, device="meta")))
+
+    def distributed(self, part: Tensor) -> DTensor:
+        """Wrap this rank's shard in a DTensor."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+
+
+def packed_dim(parameter: Tensor) -> int | None:
+    """Return the dim along which a parameter holds packed parts that are sharded each; None for all others.
+
+    A strategy must not shard that dim further: torch puts the parts together in a wrong order.
+    """
+    return parameter.placements[-1].dim if is_packed(parameter) else None
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How a module sees one of its parameters.
-
-    Attributes:
-        partial: this rank's gradient covers a part of the computation.
-        rows: the rows that are used of a replicated parameter; int64.
-    """
+    """How a module sees a parameter: with partial gradients, or only some rows (int64) of a replicated one."""
 
     partial: bool = False
     rows: Tensor | None = None
 
 
 class LocalParameters:
-    """The parameters of one model.
+    """The parameters of one model on the mesh `tp`.
 
     Args:
-        model: whose parameters `distribute` will replace.
-        mesh: the `tp` axis.
         plain: leave plain tensors in the modules instead of DTensors.
     """
 
@@ -61,11 +96,11 @@ class LocalParameters:
         self._taken: set[nn.Module] = set()
 
     def distribute(self, divisions: Mapping[str, Division], cuts: Mapping[str, Cut]) -> None:
-        """Divide every parameter; this rank's part alone stays in memory.
+        """Shard every parameter; only this rank's shard stays in memory.
 
         Args:
-            divisions: for each name of each parameter; equal for names of one parameter.
-            cuts: by name, where a module sees something else than its part.
+            divisions: by each name of each parameter; equal for tied names.
+            cuts: by name, where a module sees something else than the local shard.
         """
         made: dict[int, nn.Parameter] = {}
         for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
@@ -82,11 +117,11 @@ class LocalParameters:
 
     @property
     def cut_modules(self) -> set[nn.Module]:
-        """The modules that see something else of a parameter of theirs than this rank's part."""
+        """The modules that see something else of a parameter than the local shard."""
         return {module for module, _ in self._cuts}
 
     def take(self, module: nn.Module) -> list[Slot]:
-        """Where a module, and what is in it, has parameters, for `inside`; they are not those of modules around it."""
+        """Claim the parameters of a module and its submodules for `inside`, except those claimed already."""
         self._taken.add(module)
         return [(each, name) for each in self._within(module) for name, _ in each.named_parameters(recurse=False)]
 
@@ -98,7 +133,7 @@ class LocalParameters:
 
     @contextmanager
     def inside(self, slots: Iterable[Slot]) -> Iterator[None]:
-        """Local tensors in place of gathered parameters; see [Note: local parameters]."""
+        """Put local tensors in place of gathered parameters; see [Note: local parameters]."""
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         local: dict[tuple[int, Cut], Tensor] = {}
         try:
@@ -119,7 +154,7 @@ class LocalParameters:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Whole plain tensors in place of gathered parameters. Collective."""
+        """Put full plain tensors in place of gathered parameters. Collective."""
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
@@ -140,7 +175,7 @@ class LocalParameters:
                 own_parameters(module)[name] = parameter
 
     def _is_gathered(self, parameter: Tensor | None) -> bool:
-        """Whether a parameter is whole but for the `tp` axis; plain ones are, where this is asked."""
+        """Return whether a parameter is sharded on the `tp` axis alone; plain ones are."""
         if not isinstance(parameter, DTensor):
             return self._plain and parameter is not None
         return parameter.device_mesh.ndim == 1 and parameter.device_mesh == self._mesh

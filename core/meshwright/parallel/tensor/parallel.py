@@ -1,16 +1,15 @@
 """Tensor parallelism for any model: parameters as DTensors, computation on plain local tensors.
 
-Every parameter becomes a DTensor on the `tp` axis, sharded where the plan says so and else replicated, so that norms,
-optimizers, state and the sharding of data-parallel strategies see one kind of parameter. During forward, each module
-finds plain tensors in their place, this rank's parts; what is communicated is written around the modules that the plan
-names. Nothing of the model's own code changes.
+Every parameter becomes a DTensor on the `tp` axis, sharded where the plan says so and else replicated, so norms,
+optimizers, state and data-parallel strategies see one kind of parameter. During forward each module finds local tensors
+in their place, and the communication is put around the modules that the plan names. The model's own code stays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,30 +18,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._compat.torch import all_reduce, is_sharded
+from ..._compat.torch import after_backward, all_reduce, is_sharded
 from ...base.errors import MeshwrightError, ModelError, StrategyError
-from ...model.forward_order import Layer, put_around
+from ...model.forward_order import Layer
 from ...model.layout import ModelLayout
 from ...step.axis import Axis
 from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
+from .. import wrap_forward
 from .adapters import divide_input, divided_along_input, of_parameters, readers_of
 from .collectives import Copies
-from .division import Division
-from .first_backward import Inside, until_done
 from .heads import check_heads
-from .local_parameters import LocalParameters, Slot
+from .local_parameters import Division, LocalParameters, Slot
+from .module_styles import without_base_layer
 from .placements import cuts_of, placements_of
 from .plan import find_plan, keep_small_layers_whole, text_config
-from .sequence_parts import find_parts
-from .sequence_stream import Stream
+from .sequence_stream import Stream, find_parts
 from .styles import Forward
 
 
 class TensorParallel(Axis):
-    """The tensor parallelism of one model; see the module.
+    """The tensor parallelism of one model.
 
     Args:
         model: before any sharding, with equal weights on all ranks of the axis.
@@ -51,12 +49,12 @@ class TensorParallel(Axis):
         plan: see `meshwright.parallel.tensor.plan.find_plan`.
         sequence_parallel: shard the positions between the parallel parts of blocks; styles of torch in the plan whose
             layouts do so turn it on, too.
-        plain: make parameters plain tensors, this rank's parts, for strategies that take no DTensors. `divisions` tells
-            what they are parts of, and gradients are whole where parameters are replicated.
-        leave: modules with parameters that are divided otherwise, as DTensors when `apply` is called.
+        plain: make parameters plain local tensors, for strategies that take no DTensors. Gradients of replicated
+            parameters are then full.
+        leave: modules whose parameters are sharded otherwise, and are DTensors when `apply` is called.
 
     Attributes:
-        divisions: how each parameter is divided, by each of its names.
+        divisions: how each parameter is sharded, by each of its names.
 
     Raises:
         ConfigError: the plan names what does not exist, or a style of torch that no style of meshwright is equal to.
@@ -80,17 +78,14 @@ class TensorParallel(Axis):
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.active = True
-        self._has_run = False
-        self._step = Inside()
+        self._has_run = self._in_step = False
         self.text_config = text_config(model)
         self._model = model
         self._layout = layout
         self._plain = plain
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
         for name in leave:
-            while name.endswith(".base_layer"):
-                name = name.removesuffix(".base_layer")
-            self._plan.drop(name, model)
+            self._plan.drop(without_base_layer(name), model)
         sequence_parallel = sequence_parallel or self._plan.shards_positions
         keep_small_layers_whole(self._plan, model, self.size)
         self._plan.parameters.update(of_parameters(model, self._plan.parameters, leave))
@@ -113,8 +108,8 @@ class TensorParallel(Axis):
         """Shard the parameters in place and put the communication around the modules.
 
         Args:
-            separate: modules that a strategy will gather by themselves, beside blocks and the model; where parameters
-                are plain, all that it will gather as one.
+            separate: modules that a strategy gathers by themselves, besides blocks and the model; with plain
+                parameters, everything that it gathers at once.
         """
         self._local.distribute(self.divisions, self._cuts)
         modules = dict(self._model.named_modules())
@@ -135,10 +130,10 @@ class TensorParallel(Axis):
         own = {self._model.get_submodule(name) for name in separate}
         blocks = {self._model.get_submodule(name) for name in self._layout.blocks}
         if self._plain:
-            # Where a module is gathered just before it runs, its parameters must be found in it until then.
+            # A module that is gathered just before it runs must hold its parameters until then.
             gathered = {module for each in own for module in each.modules()}
             own |= readers_of(self._model, self._local.cut_modules) - gathered
-        # What is in a module before the module.
+        # Submodules first.
         for module in reversed(list(self._model.modules())):
             if module in blocks:
                 self._blocks[module] = self._local.take(module)
@@ -151,13 +146,12 @@ class TensorParallel(Axis):
             self._wrap(self._model, self._explained)
 
     def localize_blocks(self) -> None:
-        """Once more let blocks compute on local tensors, as `apply` has done, where forwards of blocks have been put
-        into what must see local tensors; see [Note: local parameters] in `local_parameters`."""
+        """Wrap blocks once more, outside of wrappers that must see local tensors too; see `local_parameters`."""
         for block, slots in self._blocks.items():
             self._localize(block, slots, Layer.LOCAL)
 
     def _localize(self, module: nn.Module, slots: list[Slot], layer: Layer = Layer.TENSOR) -> None:
-        def run(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
             known = len(self._copies)
             try:
                 with self._local.inside(slots):
@@ -167,8 +161,8 @@ class TensorParallel(Axis):
 
         self._wrap(module, run, layer)
 
-    def _explained(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A plan that does not fit the model's code fails in its first forward, on all ranks alike."""
+    def _explained(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Explain why a plan that does not fit the model's code fails in the first forward, on all ranks alike."""
         try:
             return forward(*args, **kwargs)
         except (torch.OutOfMemoryError, dist.DistError, MeshwrightError):
@@ -184,25 +178,16 @@ class TensorParallel(Axis):
         finally:
             self._has_run = True
 
-    def _wrap(self, module: nn.Module, run: Callable[..., Any], layer: Layer = Layer.TENSOR) -> None:
-        """Replace `module.forward` by `run(forward, args, kwargs)` while tensor parallelism is active."""
-
-        def around(forward: Forward) -> Forward:
-            @functools.wraps(forward)
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                return run(forward, args, kwargs) if self.active else forward(*args, **kwargs)
-
-            return wrapped
-
-        put_around(module, layer, around)
+    def _wrap(self, module: nn.Module, run: Forward, layer: Layer = Layer.TENSOR) -> None:
+        wrap_forward(module, layer, run, lambda: self.active)
 
     # -- use
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Whole plain parameters in the modules, which then compute without communication.
+        """Put full plain parameters into the modules, which then compute without communication. Collective.
 
-        For parameters that a strategy has gathered over its own axes. Collective.
+        For parameters that a strategy has gathered over its own axes.
         """
         with self._local.whole():
             self.active = False
@@ -219,29 +204,42 @@ class TensorParallel(Axis):
             )
 
     def add_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Sum the gradients of which each rank has a part, where a strategy has not reduced DTensors itself."""
+        """Sum partial gradients that a strategy has not reduced itself."""
         for parameter in () if self._plain else self._model.parameters():
             grad = parameter.grad
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
-    def around_step(self) -> AbstractContextManager[None]:
-        return self._step
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def check_by_hand(self, module: nn.Module) -> None:
-        """Let the first backward of a loop by hand through a sharded model end in `gradient_defect`, if any."""
+        """Raise `gradient_defect`, if any, at the end of the first backward of a hand-written loop."""
 
-        def check() -> bool:
-            # A manager looks itself, at the end of its first step.
+        def at_end() -> None:
+            # Called once for each output.
             is_reduced = any(self._is_replicated(name, p.grad) for name, p in self._model.named_parameters())
-            if is_reduced and not self._step.is_inside and (defect := self.gradient_defect(DTENSORS)) is not None:
+            # A manager checks this itself, at the end of its first step.
+            if handles and is_reduced and not self._in_step and (defect := self.gradient_defect(DTENSORS)) is not None:
                 raise defect
-            return is_reduced or self._step.is_inside
+            if handles and (is_reduced or self._in_step):
+                handles.pop().remove()
 
-        until_done(module, check)
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            values = output.values() if isinstance(output, Mapping) else output
+            for each in values if not isinstance(values, Tensor) else (values,):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(lambda grad: after_backward(at_end))
+
+        handles = [module.register_forward_hook(hook)]
 
     def gradient_defect(self, parts: Parts) -> StrategyError | None:
-        """Whether the plan names every parameter that it should."""
+        """Return an error if the plan replicates a parameter whose gradient is partial. Collective."""
         names = self.differing_gradients(parts)
         if not names:
             return None
@@ -253,13 +251,10 @@ class TensorParallel(Axis):
         )
 
     def differing_gradients(self, parts: Parts = DTENSORS) -> list[str]:
-        """Replicated parameters whose gradient is not the same on all ranks of the axis; equal on them.
+        """Return the replicated parameters whose gradients differ between the ranks of the axis. Collective.
 
-        There are none unless the plan is wrong: it leaves out a parameter that meets sharded activations, whose
-        gradient must be summed. Collective.
-
-        Args:
-            parts: how a strategy has divided parameters further.
+        There are some only if the plan leaves out a parameter that meets sharded activations. `parts` says how a
+        strategy has sharded parameters further.
         """
         named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
         if not named:
@@ -267,7 +262,7 @@ class TensorParallel(Axis):
         names = [name for name, _ in named]
         stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
         high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
-        # The ranks compute the same numbers from the same numbers; half-precision kernels may still differ a little.
+        # Half-precision kernels may differ a little.
         differs = (high + low).abs() > 1e-2 * high
         return [name for name, differ in zip(names, differs.tolist(), strict=True) if differ]
 
@@ -278,17 +273,14 @@ class TensorParallel(Axis):
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of."""
         return self.size if self._stream is not None else 1
 
     # -- for the styles
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A replicated tensor, for a use in parts; see `Copies`."""
         return self._copies.of(tensor)
 
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
-        """Whether a row-parallel layer's sum is scattered along the sequence."""
         return self._stream is not None and self._stream.scatters(module, output)
 
 
@@ -302,8 +294,7 @@ def parallelize_tensors(
 ) -> TensorParallel:
     """Apply tensor parallelism to a model, for hand-written loops; see `TensorParallel` and its `apply`.
 
-    Args:
-        mesh: the axis, 1-D, a slice of a root mesh if the model is sharded further.
+    `mesh` is 1-D, a slice of a root mesh if the model is sharded further.
     """
     if mesh.ndim != 1:
         raise StrategyError(f"tensor parallelism takes one axis of a mesh, not {mesh.ndim}. Give mesh['tp'].")
@@ -312,10 +303,8 @@ def parallelize_tensors(
     return parallel
 
 
-def _run_with_groups(
-    attention: nn.Module, groups: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Attention whose key and value heads are this rank's."""
+def _run_with_groups(attention: nn.Module, groups: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """Run attention with this rank's key and value heads."""
     whole = attention.num_key_value_groups
     attention.num_key_value_groups = groups
     try:

@@ -1,4 +1,4 @@
-"""Where tensor parallelism cuts each parameter, and what modules see of it. What is computed with it is in `styles`."""
+"""Where tensor parallelism shards each parameter, and what modules see of it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .collectives import chunk_sizes
 from .heads import SharedHeads
 from .local_parameters import Cut
 from .module_styles import Plan
-from .sequence_parts import SequenceParts
+from .sequence_stream import SequenceParts
 from .styles import PACKED_PARTS, STYLES
 
 
 def placements_of(
     model: nn.Module, layout: ModelLayout, plan: Plan, heads: list[SharedHeads], size: int
 ) -> dict[str, Placement]:
-    """The placement of each parameter by each of its names; tied ones agree.
+    """Return the placement of each parameter by each of its names.
 
     Raises:
-        ModelError: they do not, or packed parts are not divided by the ranks.
+        ModelError: tied names differ, or packed parts are not divided by the ranks.
     """
     replicated = {name for shared in heads for name in shared.rows}
     placements: dict[str, Placement] = {}
@@ -67,7 +67,7 @@ def _check_packed(name: str, parameter: Tensor, placement: Placement, size: int)
 
 
 def cuts_of(plan: Plan, heads: list[SharedHeads], parts: SequenceParts | None) -> dict[str, Cut]:
-    """What modules see of their parameters, where it is not simply this rank's part."""
+    """Return what modules see of their parameters, where that is not simply the local shard."""
     partial = {name for name, style in plan.parameters.items() if STYLES[style].partial}
     if parts is not None:
         partial |= parts.on_shard

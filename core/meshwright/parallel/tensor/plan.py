@@ -7,34 +7,36 @@ last a plan that follows from structure alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 from transformers.pytorch_utils import Conv1D
 
 from ..._compat.peft import base_name
-from ...base.errors import ConfigError, ModelError, nearest
+from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
+from ...files.class_paths import import_class_from_path
 from ...model.layout import ModelLayout
+from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...strategy.registry import Registry, get_registry
 from .adapters import has_other_wrappers, layer_at, parts_of_wrappers
 from .collectives import chunk_sizes
-from .module_styles import Plan
-from .names import spellings, wildcards
-from .plan_checks import check_layers_are_named, gather_parts, is_read
-from .plan_sources import imported_plan, plans_within
+from .module_styles import (
+    Plan,
+    check_layers_are_named,
+    gather_parts,
+    is_read,
+    spellings,
+    wildcards,
+    without_base_layer,
+)
 from .styles import STYLES, out_features
-from .torch_styles import own_style, shards_positions
+from .torch_styles import NamedStyle, own_style, shards_positions, translate_to_torch_parallel_style
 
 
 def find_plan(
@@ -45,18 +47,18 @@ def find_plan(
     sequence_parallel: bool = False,
     registry: Registry | None = None,
 ) -> Plan:
-    """The plan for a model.
+    """Return the plan for a model.
 
     Args:
         model: before sharding.
         layout: of the model.
         given: a dict from names to styles, in which `*` stands for a number; or an import path of such a dict, or of
             a function that returns one, which is called with the model if it takes an argument.
-        sequence_parallel: told to the hook.
+        sequence_parallel: passed to the hook.
         registry: whose plugins are asked.
 
     Raises:
-        ConfigError: `given` names a style or a module that does not exist, or gives a style of torch that no style of
+        ConfigError: `given` names a style or a module that does not exist, or a style of torch that no style of
             meshwright is equal to.
         ModelError: a plan names a style that its module cannot have.
     """
@@ -88,50 +90,54 @@ def find_plan(
 
 
 def keep_small_layers_whole(plan: Plan, model: nn.Module, size: int) -> None:
-    """Take layers whose output is gathered out of the plan where a rank would have nothing of them.
+    """Drop layers whose output is gathered from the plan where a rank would have an empty shard.
 
     `fully_shard` cannot reduce parameters without elements.
     """
     for name, style in list(plan.modules.items()):
-        if style not in ("colwise_gather_output", "colwise_rep"):
-            continue
-        features = out_features(model.get_submodule(name))
-        if chunk_sizes(features, size)[-1] == 0:
+        is_gathered = style in ("colwise_gather_output", "colwise_rep")
+        if is_gathered and chunk_sizes(out_features(model.get_submodule(name)), size)[-1] == 0:
             plan.drop(name, model)
 
 
-def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """The style of torch that a name in a plan stands for.
+def plans_within(model: nn.Module) -> dict[str, StyleName]:
+    """Merge the plans of the models of transformers in a model; outer ones override inner ones."""
+    plans = [(name, getattr(module, "tp_plan", None)) for name, module in reversed(list(model.named_modules()))]
+    return {
+        f"{name}.{key}" if name else key: style
+        for name, plan in plans
+        if isinstance(plan, Mapping)
+        for key, style in plan.items()
+    }
+
+
+def imported_plan(path: str, model: nn.Module) -> Mapping[str, StyleName]:
+    """Return the plan at an import path: a dict, or what a function returns for the model.
 
     Raises:
-        ConfigError: no such style, or one that torch has no equal of, which our own `tp_plan` takes by name.
+        ConfigError: there is none, it may not be imported, it gives no dict, or the function needs more than the model.
     """
-    equals: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "sequence_parallel": SequenceParallel,
-    }
-    if str(style) in equals:
-        return equals[style]()
-    if str(style) in STYLES:
-        raise ConfigError(
-            f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
-            f"torch has: {', '.join(equals)}."
-        )
-    hint = nearest(str(style), STYLES)
-    raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
+    found = import_class_from_path(path, kind=("dict", "function"))
+    if callable(found):
+        parameters = inspect.signature(found).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = [each for each in parameters if each.default is each.empty and each.kind not in variadic]
+        if len(required) > 1 or any(each.kind is each.KEYWORD_ONLY for each in required):
+            raise ConfigError(
+                f"tp_plan={path!r} is a function that needs {', '.join(each.name for each in required)}, but it is "
+                f"called with the model, or with nothing. Give its other arguments defaults."
+            )
+        takes_model = any(each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters)
+        found = found(model) if takes_model else found()
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"tp_plan={path!r} is a {type(found).__name__}, not a dict or a function returning one.")
+    return found
 
 
 def _expanded(
     model: nn.Module, layout: ModelLayout, values: Mapping[str, StyleName], source: str, *, strict: bool
 ) -> Plan:
-    """Match every module and parameter of the model with the names of a plan, and use styles of our own alone."""
+    """Match modules and parameters of the model with the names of a plan, and translate styles of torch."""
     for name, style in values.items():
         if isinstance(style, str) and style not in STYLES:
             raise ConfigError(
@@ -148,7 +154,7 @@ def _expanded(
         if key is not None and name:
             met.add(key)
             style = _own(values[key], name, layer_at(model, name), layout, source)
-            # What stands in for a layer on another stage of a pipeline has nothing to shard.
+            # The placeholder of a layer on another pipeline stage has nothing to shard.
             if style is not None and (not STYLES[style].needs or any(True for _ in module.parameters())):
                 plan.name(name, style, model)
         for parameter, _ in module.named_parameters(recurse=False):
@@ -159,7 +165,7 @@ def _expanded(
                 style = _own(values[own], full, module, layout, source)
                 if style is not None:
                     plan.parameters[full] = style
-        # What another stage of a pipeline has.
+        # Names on other pipeline stages.
         elsewhere = (f"{name}.{each}" for each in getattr(module, "names_elsewhere", ()))
         met.update(each for full in elsewhere for each in spellings(full))
     unmet = [name for name in values if name not in met]
@@ -190,7 +196,7 @@ def _own(style: StyleName, name: str, module: nn.Module, layout: ModelLayout, so
 
 
 def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
-    """Linear layers of blocks. Their outputs are gathered, so nothing need be known of what stands between them."""
+    """Yield the linear layers of blocks, whose outputs are gathered, whatever stands between them."""
     within = parts_of_wrappers(model)
     for block in layout.blocks:
         for name, _ in model.get_submodule(block).named_modules(prefix=block):
@@ -201,7 +207,7 @@ def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
 
 
 def _correct(plan: Plan, model: nn.Module) -> None:
-    """Replace styles of the model's own plan with which it would compute something else."""
+    """Replace styles of the model's own plan that are wrong."""
     corrections = _corrections().get(getattr(text_config(model), "model_type", ""), {})
     for names in (plan.modules, plan.parameters):
         for name in names:
@@ -216,13 +222,12 @@ def _correct(plan: Plan, model: nn.Module) -> None:
 
 @functools.cache
 def _corrections() -> dict[str, dict[str, str]]:
-    values = yaml.safe_load((Path(__file__).parent / "corrections.yaml").read_text())
-    return dict(values)
+    return dict(yaml.safe_load((Path(__file__).parent / "corrections.yaml").read_text()))
 
 
 def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
-    """Shard embedding and head along the vocabulary where the plan does not name them, tied ones alike."""
-    # Without a head of its own, a model may use the embedding's weight in ways that cannot be seen.
+    """Shard embedding and head along the vocabulary where the plan does not name them, tied or not."""
+    # Without a head of its own, a model may use the embedding's weight in unknown ways.
     if layout.embedding is None or layout.head is None or layout.head == layout.embedding:
         return
     embedding, head = layer_at(model, layout.embedding), layer_at(model, layout.head)
@@ -233,8 +238,8 @@ def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
 
 
 def _add_activations(plan: Plan, model: nn.Module) -> None:
-    """Sum the gradients of what no plan names but meets sharded activations: an activation function's own parameter
-    between column- and row-parallel layers, and what follows the lookup within an embedding."""
+    """Sum the gradients of parameters that meet sharded activations but are in no plan: those of activation functions
+    between column- and row-parallel layers, and of what follows the lookup within an embedding."""
     within = parts_of_wrappers(model)
     for name, style in list(plan.modules.items()):
         if style == "embedding_rowwise":
@@ -251,15 +256,13 @@ def _add_activations(plan: Plan, model: nn.Module) -> None:
 
 
 def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
-    """Where one name of a tied parameter is sharded, shard the others; where that may be wrong, shard none."""
+    """If one name of a tied parameter is sharded, shard the others too; if that may be wrong, shard none."""
     for names in layout.tied:
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         if not any(name in plan.parameters for name in names):
             continue
         for name, owner in owners.items():
-            module = name.rpartition(".")[0]
-            while module.endswith(".base_layer"):
-                module = module.removesuffix(".base_layer")
+            module = without_base_layer(name.rpartition(".")[0])
             if name in plan.parameters:
                 continue
             if isinstance(owner, nn.Embedding):
@@ -267,7 +270,7 @@ def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
             elif type(owner) is nn.Linear:
                 plan.name(module, "colwise_gather_output", model)
             elif model.get_parameter(name).dim() == 1:
-                # A second name for a bias, which the layer that it belongs to uses.
+                # A second name of a bias that belongs to a layer.
                 plan.parameters[name] = next(plan.parameters[each] for each in names if each in plan.parameters)
             else:
                 for each in names:
@@ -277,6 +280,53 @@ def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of a model of transformers, or of its text part."""
+    """Return the configuration of a model of transformers, or of its text part."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the model's own plan, as styles that `torch.distributed.tensor.parallel.parallelize_module` takes.
+
+    Strategies use the same plan where none is given. A style without an equal in torch, such as those of experts, is a
+    `NamedStyle`, which `tp_plan` takes and torch refuses.
+
+    Args:
+        model: a model of transformers, or one that has such models inside, whose plans are merged.
+
+    Returns:
+        Style by the name of a module or parameter; `*` stands for a number.
+
+    Raises:
+        MissingPlanError: the model has no plan.
+    """
+    if not plans_within(model):
+        raise MissingPlanError(
+            f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
+        )
+    plan = find_plan(model, model_layout(model), registry=Registry([]))
+    # What follows from the styles of modules is not repeated.
+    implied = Plan(plan.source)
+    for name, style in plan.modules.items():
+        implied.name(name, style, model)
+    single = {name: style for name, style in plan.parameters.items() if implied.parameters.get(name) != style}
+    modules = _merged(plan.modules, [name for name, _ in model.named_modules()])
+    parameters = _merged(single, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    return {name: _torch_style(style) for name, style in (modules | parameters).items()}
+
+
+def _merged(styles: dict[str, str], names: list[str]) -> dict[str, str]:
+    """Merge the entries of names that differ in numbers alone, where all of them have one style."""
+    alike: dict[str, set[str | None]] = {}
+    for name in names:
+        alike.setdefault(wildcards(name), set()).add(styles.get(name))
+    return {
+        wildcards(name) if len(alike.get(wildcards(name), ())) == 1 else name: style for name, style in styles.items()
+    }
+
+
+def _torch_style(name: str) -> ParallelStyle:
+    try:
+        return translate_to_torch_parallel_style(name)
+    except ConfigError:
+        return NamedStyle(name)

@@ -1,4 +1,11 @@
-"""Run blocks on this rank's positions; see `meshwright.parallel.tensor.sequence_parts`."""
+"""Sequence parallelism: between the parallel parts of a block, each rank has a part of the positions.
+
+The residual stream and the norms of a stack are sharded along the sequence. It is gathered at the entry of each part of
+a block that mixes positions or features (attention, MLP) and scattered at its exit; where the part is one chain of
+column- and row-parallel layers, by the reduction of the last one. Embedding, positions and masks, head and loss see the
+full sequence.
+Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +19,98 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import ModelError
+from ...model.layout import ModelLayout
+from .adapters import path_of_layer
 from .collectives import Copies, Gather, GatherForParts, Split
-from .sequence_parts import SequenceParts
+from .module_styles import Plan
+from .styles import Forward
 
-Forward = Callable[..., Any]
+_CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
+
+
+@dataclass(frozen=True)
+class SequenceParts:
+    """Names of what sequence parallelism changes in a model.
+
+    Attributes:
+        first, last: blocks at whose entry the stream is scattered, and at whose exit it is gathered.
+        blocks: all blocks of sharded stacks.
+        regions: modules that get the full sequence.
+        scattering: row-parallel layers whose sum is scattered.
+        on_shard: parameters that meet only this rank's positions.
+    """
+
+    first: frozenset[str]
+    last: frozenset[str]
+    blocks: tuple[str, ...]
+    regions: tuple[str, ...]
+    scattering: frozenset[str]
+    on_shard: frozenset[str]
+
+
+def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequenceParts:
+    """Divide every stack that the plan shards; raises ModelError where that is impossible."""
+    stacks = [stack for stack in layout.stacks if any(map(plan.has_inside, stack))]
+    if not stacks:
+        raise ModelError(
+            f"{type(model).__name__} has no stack of blocks with tensor-parallel layers ({plan.source}), so there is "
+            f"nothing to shard along the sequence. Set sequence_parallel=false, or give a tp_plan."
+        )
+    blocks = tuple(block for stack in stacks for block in stack)
+    regions: list[str] = []
+    scattering: list[str] = []
+    on_shard: list[str] = []
+    for block in blocks:
+        on_shard += [f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters(recurse=False)]
+        for name, part in _parts(block, model.get_submodule(block)):
+            if not plan.has_inside(name) and _is_pointwise(part):
+                on_shard += [f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)]
+                continue
+            if plan.modules.get(name) in ("colwise", "rowwise", "packed_colwise"):
+                raise ModelError(
+                    f"the block {block} calls the tensor-parallel layer {name} itself and not within an attention or "
+                    f"MLP module, so its positions cannot be sharded. Set sequence_parallel=false."
+                )
+            regions.append(name)
+            end = _end_of_chain(name, part, plan)
+            if end is not None:
+                scattering.append(end)
+                # Added to this rank's positions only.
+                on_shard.append(f"{path_of_layer(model, end)}.bias")
+    return SequenceParts(
+        first=frozenset(stack[0] for stack in stacks),
+        last=frozenset(stack[-1] for stack in stacks),
+        blocks=blocks,
+        regions=tuple(regions),
+        scattering=frozenset(scattering),
+        on_shard=frozenset(on_shard),
+    )
+
+
+def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with parameters that a block calls; lists are not called."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(path, child)
+        elif any(True for _ in child.parameters()):
+            yield path, child
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Return whether a module treats every position alike, as norms do: its parameters are vectors of its own."""
+    own = list(module.parameters(recurse=False))
+    return len(own) == len(list(module.parameters())) and all(parameter.dim() <= 1 for parameter in own)
+
+
+def _end_of_chain(name: str, part: nn.Module, plan: Plan) -> str | None:
+    """Return the row-parallel layer that ends a part whose parameters all belong to a chain of sharded layers."""
+    parameters = [plan.parameters.get(f"{name}.{each}") for each, _ in part.named_parameters()]
+    modules = {each: style for each, style in plan.modules.items() if each == name or each.startswith(f"{name}.")}
+    rows = [each for each, style in modules.items() if style == "rowwise"]
+    if len(rows) != 1 or not all(style in _CHAIN for style in (*parameters, *modules.values())):
+        return None
+    return rows[0]
 
 
 @dataclass(frozen=True)
@@ -32,9 +127,7 @@ class Stream:
 
     Args:
         model: before its modules are wrapped.
-        parts: of the model.
-        copies: where what is gathered leaves the gradient rule for its uses in parts.
-        group: the ranks of the axis.
+        copies: gets the gradient rule for uses in parts of what is gathered.
     """
 
     def __init__(self, model: nn.Module, parts: SequenceParts, copies: Copies, group: dist.ProcessGroup) -> None:
@@ -47,16 +140,12 @@ class Stream:
         self._ran: set[str] = set()
 
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
-        """Whether a row-parallel layer's sum is scattered along the sequence."""
+        """Return whether a row-parallel layer's sum is scattered along the sequence."""
         shape = self._shape
         return shape is not None and module in self._scattering and output.shape[:-1] == (shape.batch, shape.length)
 
-    def run_block(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block, between the scatter before the first of its stack and the gather behind the last.
-
-        Raises:
-            ModelError: the block mixes positions outside of its parts.
-        """
+    def run_block(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a block; scatter before the first of its stack, gather after the last."""
         batch, length = self._given_shape(name, args, kwargs)
         # What else comes position by position is divided like the stream.
         args = tuple(self._split(value, batch, length) for value in args)
@@ -71,12 +160,8 @@ class Stream:
         finally:
             self._shape = outer
 
-    def run_region(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A part of a block on all positions, and back.
-
-        Raises:
-            ModelError: the part is not given the stream.
-        """
+    def run_region(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a part of a block on all positions. Raises ModelError if it is not given the stream."""
         shape = self._shape
         if shape is None:
             return forward(*args, **kwargs)
@@ -92,7 +177,7 @@ class Stream:
         return _map_hidden(output, shape.batch, shape.length, lambda value: Split.apply(value, 1, self._group))
 
     def _given_shape(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-        """B and S of the whole stream, from what a block is given: all of it at the first, else a part."""
+        """Return B and S of the full stream, from a block's inputs: full at the first block, else a part."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
                 return value.shape[0], value.shape[1] * (1 if name in self.parts.first else self._size)
@@ -106,7 +191,7 @@ class Stream:
         return Split.apply(value, 1, self._group) if whole and value.dim() == 3 else value
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """The whole sequence. What uses it in parts finds its own gradient rule in the copies."""
+        """Gather the full sequence; uses of it in parts find their own gradient rule in the copies."""
         length = part.shape[1] * self._size
         whole: Tensor = Gather.apply(part, 1, length, self._group)
         self._copies.add(whole, GatherForParts.apply(part, whole.detach(), 1, self._group))
@@ -114,7 +199,7 @@ class Stream:
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """A block that mixes positions outside of its parts fails in its first forward, on all ranks alike."""
+        """Explain why a block that mixes positions fails in its first forward, on all ranks alike."""
         try:
             yield
         except (torch.OutOfMemoryError, dist.DistError):
@@ -130,7 +215,7 @@ class Stream:
 
 
 def _map_hidden(value: Any, batch: int, length: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the hidden states among a value, a tensor or the members of a tuple.
+    """Change the hidden states in a tensor or in the members of a tuple or list.
 
     They are (batch, length, features), or (batch * length, features), which `change` gets in the longer form.
     """

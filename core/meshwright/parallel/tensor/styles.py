@@ -1,18 +1,17 @@
 """The styles that a tensor-parallel plan names: where a module's parameters lie, and what is done around its forward.
 
-The names are those of transformers' plans (`base_model_tp_plan`), and so is what they mean; modules compute on plain
-local tensors. A style that no plan of ours needs more than a name for shares an implementation with its like.
-Source: Shoeybi et al. 2019, arXiv:1909.08053, for column and row parallel layers; transformers' documentation of
-tensor parallelism for the names.
+Names and meanings are those of transformers' plans (`base_model_tp_plan`); modules compute on plain local tensors.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, for column- and row-parallel layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -23,17 +22,28 @@ from ..._compat.peft_tying import TransposedFactor
 from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
 from ...step.deferred_logits import DeferredLogits
-from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, chunk_sizes
-from .sharded_vocabulary import ShardedVocabulary
-
-if TYPE_CHECKING:
-    from .around import Around
+from .collectives import Copy, Gather, Reduce, ReduceScatter, ShardedVocabulary, Split, chunk_sizes
 
 Forward: TypeAlias = Callable[..., Any]
 LINEAR = ("out_features", "nf")
-"""What linear layers have, torch's and the Conv1D of transformers."""
+"""Attributes of linear layers, torch's and the Conv1D of transformers."""
 PACKED_PARTS = 2
-"""Gate and up projection lie one behind the other in a packed parameter."""
+"""Gate and up projection are concatenated in a packed parameter."""
+
+
+class Around(Protocol):
+    """What a style may use: the axis `tp`, and the model around the module. `TensorParallel` is one."""
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    text_config: Any
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a replicated tensor for use in parts; see `collectives.Copies`."""
+
+    def scatters(self, module: nn.Module, output: Tensor) -> bool:
+        """Return whether a row-parallel layer's sum is scattered along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +51,14 @@ class Style:
     """One style.
 
     Attributes:
-        place: `place(module, name, parameter)`: the placement of a parameter of the module.
-        run: `run(parallel, module, forward, args, kwargs)`: the module's forward, with what is communicated around it;
-            None where nothing is.
-        partial: each rank's gradient of the parameters covers a part of the computation, and they are summed.
-        needs: one of these attributes is what the module must have.
+        place: (module, name, parameter) to the placement of a parameter of the module.
+        run: the module's forward with its communication; None if there is none.
+        partial: whether each rank's gradients of the parameters are partial, and are summed.
+        needs: attributes of which the module must have one.
     """
 
     place: Callable[[nn.Module, str, Tensor], Placement]
-    run: Callable[[Around, nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    run: Callable[..., Any] | None = None
     partial: bool = False
     needs: tuple[str, ...] = ()
 
@@ -65,7 +74,7 @@ def _whole(module: nn.Module, name: str, parameter: Tensor) -> Placement:
 
 
 def _columns(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-    """Along the output features: (out, in) of a linear layer, (in, out) of `_IN_OUT`, the first dim but one else."""
+    """Along the output features: (out, in) of a linear layer, (in, out) of `_IN_OUT`, the last dim but one else."""
     if parameter.dim() == 1:
         return Shard(0)
     return Shard(1 if isinstance(module, _IN_OUT) else parameter.dim() - 2)
@@ -78,15 +87,12 @@ def _rows(module: nn.Module, name: str, parameter: Tensor) -> Placement:
     return Shard(0 if isinstance(module, _IN_OUT) else parameter.dim() - 1)
 
 
-def _packed(dim: int) -> Callable[[nn.Module, str, Tensor], Placement]:
-    def place(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-        return packed_shard(parameter.dim() + dim if parameter.dim() > 1 else 0, PACKED_PARTS)
-
-    return place
+def _packed_columns(module: nn.Module, name: str, parameter: Tensor) -> Placement:
+    return packed_shard(parameter.dim() - 2 if parameter.dim() > 1 else 0, PACKED_PARTS)
 
 
 def _packed_rows(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-    return Replicate() if parameter.dim() == 1 else _packed(-1)(module, name, parameter)
+    return Replicate() if parameter.dim() == 1 else packed_shard(parameter.dim() - 1, PACKED_PARTS)
 
 
 def _along(dim: int) -> Callable[[nn.Module, str, Tensor], Placement]:
@@ -96,72 +102,60 @@ def _along(dim: int) -> Callable[[nn.Module, str, Tensor], Placement]:
 # -- what happens around forward
 
 
-def _column_linear(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _column_linear(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     first, args, kwargs = _take_first(args, kwargs)
     layer = wrapped(module)
     if not isinstance(layer, Conv1D):
-        return forward(parallel.copy(first), *args, **kwargs)
-    # Its own forward shapes the output by the number of all features.
+        return forward(tp.copy(first), *args, **kwargs)
+    # Its forward shapes the output by `nf`.
     whole, layer.nf = layer.nf, layer.weight.shape[1]
     try:
-        return forward(parallel.copy(first), *args, **kwargs)
+        return forward(tp.copy(first), *args, **kwargs)
     finally:
         layer.nf = whole
 
 
-def _column_linear_gathered(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    output = _column_linear(parallel, module, forward, args, kwargs)
+def _column_linear_gathered(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    output = _column_linear(tp, module, forward, *args, **kwargs)
     if isinstance(output, DeferredLogits):
-        return output.divided(ShardedVocabulary.over(parallel.group, out_features(module)))
-    return Gather.apply(output, -1, out_features(module), parallel.group)
+        return output.divided(ShardedVocabulary.over(tp.group, out_features(module)))
+    return Gather.apply(output, -1, out_features(module), tp.group)
 
 
-def _row_linear(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _row_linear(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     own = own_parameters(wrapped(module))
     bias = own.get("bias")
     if bias is None:
-        return _summed(parallel, module, forward(*args, **kwargs))
+        return _summed(tp, module, forward(*args, **kwargs))
     # The bias must be added once, not by every rank.
     own["bias"] = None if isinstance(wrapped(module), nn.Linear) else torch.zeros_like(bias)
     try:
         output = forward(*args, **kwargs)
     finally:
         own["bias"] = bias
-    return _summed(parallel, module, output) + bias
+    return _summed(tp, module, output) + bias
 
 
-def _row_linear_split(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _row_linear_split(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     first, args, kwargs = _take_first(args, kwargs)
-    return _row_linear(parallel, module, forward, (Split.apply(first, -1, parallel.group), *args), kwargs)
+    return _row_linear(tp, module, forward, Split.apply(first, -1, tp.group), *args, **kwargs)
 
 
-def _summed(parallel: Around, module: nn.Module, output: Tensor) -> Tensor:
-    if parallel.scatters(module, output):
-        result: Tensor = ReduceScatter.apply(output, 1, parallel.group)
-    else:
-        result = Reduce.apply(output, parallel.group)
+def _summed(tp: Around, module: nn.Module, output: Tensor) -> Tensor:
+    scatters = tp.scatters(module, output)
+    result: Tensor = ReduceScatter.apply(output, 1, tp.group) if scatters else Reduce.apply(output, tp.group)
     return result
 
 
-def _embedding_rows(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Look up this rank's entries of the vocabulary; the others' rows are zero until the sum."""
+def _embedding_rows(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """Look up this rank's entries of the vocabulary; other rows are zero until the sum."""
     ids, args, kwargs = _take_first(args, kwargs)
     layer = wrapped(module)
-    sizes = chunk_sizes(layer.num_embeddings, parallel.size)
-    start, count = sum(sizes[: parallel.rank]), sizes[parallel.rank]
+    sizes = chunk_sizes(layer.num_embeddings, tp.size)
+    start, count = sum(sizes[: tp.rank]), sizes[tp.rank]
     here = (ids >= start) & (ids < start + count)
     padding = layer.padding_idx
-    # The row that gets no gradient, as this rank numbers it.
+    # The row without a gradient, by its index on this rank.
     layer.padding_idx = padding - start if isinstance(padding, int) and start <= padding < start + count else None
     try:
         if count:
@@ -172,61 +166,48 @@ def _embedding_rows(
             rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
     finally:
         layer.padding_idx = padding
-    return Reduce.apply(rows, parallel.group)
+    return Reduce.apply(rows, tp.group)
 
 
-def _embedding_columns(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return Gather.apply(forward(*args, **kwargs), -1, wrapped(module).embedding_dim, parallel.group)
+def _embedding_columns(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    return Gather.apply(forward(*args, **kwargs), -1, wrapped(module).embedding_dim, tp.group)
 
 
-def _latent_projection(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Multi-head latent attention: the rotary part of the output goes straight to this rank's heads, the rest through
-    a column-parallel layer, which sums its gradient itself."""
+def _latent_projection(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """Multi-head latent attention: the rotary part of the output is used by this rank's heads, the rest by a
+    column-parallel layer, which sums its gradient itself."""
     output = forward(*args, **kwargs)
-    rotary = parallel.text_config.qk_rope_head_dim
+    rotary = tp.text_config.qk_rope_head_dim
     latent, rope = output.split([output.shape[-1] - rotary, rotary], dim=-1)
-    return torch.cat([latent, Copy.apply(rope, parallel.group)], dim=-1)
+    return torch.cat([latent, Copy.apply(rope, tp.group)], dim=-1)
 
 
-def _experts(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _experts(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """Every rank has a part of every expert: inputs and routing weights are used in parts, outputs are partial."""
-    args = tuple(_copied(parallel, value) for value in args)
-    kwargs = {name: _copied(parallel, value) for name, value in kwargs.items()}
-    return Reduce.apply(forward(*args, **kwargs), parallel.group)
+
+    def copied(value: Any) -> Any:
+        return tp.copy(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    output = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
+    return Reduce.apply(output, tp.group)
 
 
-def _copied(parallel: Around, value: Any) -> Any:
-    return parallel.copy(value) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _identity_expert(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """An expert without parameters, whole on every rank among experts whose outputs are summed."""
+def _identity_expert(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """An expert without parameters, replicated among experts whose outputs are summed."""
     first, args, kwargs = _take_first(args, kwargs)
-    return forward(first / parallel.size, *args, **kwargs)
+    return forward(first / tp.size, *args, **kwargs)
 
 
-def _output_summed(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _output_summed(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     output = forward(*args, **kwargs)
-    return None if output is None else Reduce.apply(output, parallel.group)
+    return None if output is None else Reduce.apply(output, tp.group)
 
 
-def _on_sequence_shard(
-    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """A module that treats every position alike, on a part of the positions."""
+def _on_sequence_shard(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """A pointwise module, on a part of the positions."""
     first, args, kwargs = _take_first(args, kwargs)
-    size = first.shape[1]
-    return Gather.apply(forward(Split.apply(first, 1, parallel.group), *args, **kwargs), 1, size, parallel.group)
+    output = forward(Split.apply(first, 1, tp.group), *args, **kwargs)
+    return Gather.apply(output, 1, first.shape[1], tp.group)
 
 
 STYLES: Mapping[str, Style] = {
@@ -238,7 +219,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_rep": Style(_rows, _row_linear_split, needs=LINEAR),
     "embedding_rowwise": Style(_along(0), _embedding_rows, needs=("num_embeddings",)),
     "embedding_colwise": Style(_along(1), _embedding_columns, needs=("embedding_dim",)),
-    "packed_colwise": Style(_packed(-2), _column_linear, needs=LINEAR),
+    "packed_colwise": Style(_packed_columns, _column_linear, needs=LINEAR),
     "packed_rowwise": Style(_packed_rows),
     "replicated_with_grad_allreduce": Style(_whole, partial=True),
     "mla_kv_a_proj": Style(_whole, _latent_projection),
@@ -249,15 +230,10 @@ STYLES: Mapping[str, Style] = {
     "local_params": Style(_whole),
     "replicate": Style(_whole),
 }
-"""By the name that plans use."""
 
 
 def out_features(module: nn.Module) -> int:
-    """Output features of a whole linear layer.
-
-    Raises:
-        ModelError: the module is no linear layer.
-    """
+    """Return the output features of a full linear layer; raises ModelError for other modules."""
     layer = wrapped(module)
     size = getattr(layer, "nf" if isinstance(layer, Conv1D) else "out_features", None)
     if not isinstance(size, int):
@@ -266,7 +242,7 @@ def out_features(module: nn.Module) -> int:
 
 
 def _take_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The input of a module of one input, wherever it was given, and the rest."""
+    """Split off the input of a module of one input, positional or not."""
     if args:
         return args[0], args[1:], kwargs
     name = next(iter(kwargs))

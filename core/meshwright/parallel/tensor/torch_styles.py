@@ -1,15 +1,14 @@
 """Styles of torch in a tensor-parallel plan, and the styles of meshwright that they stand for.
 
-torch's styles make DTensors of parameters and activations. A plan here names styles of its own, so that every option
-acts on every plan: each style of torch is replaced by the one that computes the same. What a style means is in its
-layouts: which dim of the weight is sharded, and whether the output is gathered. Layouts that shard positions
-(`Shard(1)`, `SequenceParallel`) turn sequence parallelism on, whose parts are found by the model's structure.
+torch's styles make DTensors of parameters and activations. Each one in a plan is replaced by the style of meshwright
+that computes the same, which follows from its layouts: which dim of the weight is sharded, and whether the output is
+gathered. Layouts that shard positions (`Shard(1)`, `SequenceParallel`) turn sequence parallelism on.
 Source: torch.distributed.tensor.parallel.style.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -17,15 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, nearest
+from .styles import STYLES
 
 _POSITIONS = Shard(1)
 
 
 class NamedStyle(ParallelStyle):
-    """A style of meshwright that torch has no equal of, in a plan of torch's styles.
-
-    Every `tp_plan` takes it as it takes the name; torch's `parallelize_module` ends in a ConfigError.
+    """A style of meshwright without an equal in torch, in a plan of torch's styles; `parallelize_module` raises.
 
     Args:
         name: one of `STYLES`.
@@ -44,8 +42,32 @@ class NamedStyle(ParallelStyle):
         return f"NamedStyle({self.name!r})"
 
 
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """Return the style of torch that a name in a plan stands for; raises ConfigError if there is none."""
+    equals: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "sequence_parallel": SequenceParallel,
+    }
+    if str(style) in equals:
+        return equals[style]()
+    if str(style) in STYLES:
+        raise ConfigError(
+            f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
+            f"torch has: {', '.join(equals)}."
+        )
+    hint = nearest(str(style), STYLES)
+    raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
+
+
 def shards_positions(styles: Iterable[object]) -> bool:
-    """Whether a style of torch among these shards positions."""
+    """Return whether a style of torch among these shards positions."""
     return any(
         isinstance(style, SequenceParallel)
         or _POSITIONS in (*_layouts(style, "input_layouts"), *_layouts(style, "output_layouts"))
@@ -55,22 +77,17 @@ def shards_positions(styles: Iterable[object]) -> bool:
 
 
 def own_style(style: ParallelStyle, name: str, module: nn.Module, *, is_head: bool, source: str) -> str | None:
-    """The name of the style of meshwright that stands for a style of torch.
+    """Return the name of the style of meshwright that stands for a style of torch.
 
-    A column-parallel head gives whole logits, whatever its output layout: the loss shards them by itself.
+    A column-parallel head gives full logits, whatever its output layout: the loss shards them by itself.
 
     Args:
-        style: of torch.
-        name: of the module.
-        module: what it is given to, without adapters.
-        is_head: whether it is the model's head.
-        source: of the plan, for the error.
+        style: of torch, given to `module` of this name, without adapters.
+        is_head: whether that is the model's head.
+        source: of the plan, for the ConfigError if no style computes the same.
 
     Returns:
         The name; None for `SequenceParallel`, whose module stays as it is.
-
-    Raises:
-        ConfigError: no style of meshwright computes the same.
     """
     if isinstance(style, NamedStyle):
         return style.name
@@ -89,7 +106,7 @@ def _equal(style: Any, is_embedding: bool, is_head: bool) -> str | None:
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return None
     (taken,), (given,) = style.input_layouts, style.output_layouts
-    # Replicated, or sharded along positions as sequence parallelism has it.
+    # Replicated, or sharded along positions under sequence parallelism.
     whole = (Replicate(), _POSITIONS)
     if type(style) is RowwiseParallel:
         if given not in whole or not style.use_local_output:

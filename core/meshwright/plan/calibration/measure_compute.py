@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...mesh.world import World
-from ...tensors.accelerator import moments_of
+from ...tensors.ops import moments_of
 from ...testing.meter import Meter
 from ...testing.observe import Observer
 from ..kernels import VIEW_COST, is_kernel

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...mesh.world import World, same_timeout
-from ...tensors.collectives import all_gather_single, reduce_scatter_single
+from ...tensors.ops import all_gather_single, reduce_scatter_single
 from .fit import Sample
 from .measure_compute import Clock, Effort
 

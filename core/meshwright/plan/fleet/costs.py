@@ -12,7 +12,7 @@ from torch import nn
 
 from ...base.errors import MeshwrightError
 from ...model.adapter_base import left_out
-from ...tensors.known_values import with_values
+from ...tensors.ops import with_values
 from ...train.ema import EMA
 from ...train.run_sections import PlanConfig
 from ..device import Device

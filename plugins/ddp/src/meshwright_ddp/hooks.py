@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from meshwright.base.errors import ConfigError
-from meshwright.tensors.wide_sums import WideSums
+from meshwright.tensors.norms import WideSums
 from meshwright.train.arguments import check_arguments
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from meshwright.base.errors import StrategyError
 from meshwright.manager.gradients import Gradients
 from meshwright.mesh.mesh import Mesh
-from meshwright.tensors.copies import copy_all
 from meshwright.tensors.norms import Groups as NormGroups
+from meshwright.tensors.ops import copy_all
 from meshwright.tensors.pieces import Piece, Sharded, stretch_pieces
 from meshwright.tensors.state import Parts
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.base.errors import MeshError
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import ROOT_AXES
-from meshwright.tensors.collectives import reduce_scatter_single
+from meshwright.tensors.ops import reduce_scatter_single
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.base.errors import StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.tensors.wide_sums import WideSums
+from meshwright.tensors.norms import WideSums
 
 from .buckets import bucket_layout
 from .config import DDPConfig

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.base.errors import StrategyError
 from meshwright.mesh.mesh import Mesh
-from meshwright.tensors.wide_sums import WideSums
+from meshwright.tensors.norms import WideSums
 
 from ._compat import buffer_option
 from .config import DDPConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.tensors.accelerator import moments_of
+from meshwright.tensors.ops import moments_of
 
 from ..schedule.order import Action
 from ..schedule.timeline import bubble_fraction, timeline

@@ -39,10 +39,11 @@ def _worst(name: str, case: Case, objective: Any = everything, **options: Any) -
     return difference(found, _expected(case, objective)).worst
 
 
+SLOW = pytest.mark.slow
 OTHERS = [name for name in LAYOUTS if name != "single"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "fsdp2" else SLOW) for name in OTHERS])
 def test_everything_at_once_is_as_on_one_rank(name: str) -> None:
     """Packed rows, unequal numbers of them, some without labels, two microbatches, evaluation behind each step."""
     assert _worst(name, case_of(LAYOUTS[name], steps=2)) <= TOLERANCE
@@ -61,21 +62,13 @@ def _tied(name: str) -> Case:
 CHUNKS = {"loss_chunk_rows": 5}
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["single", "fsdp2", "tp-sequence", "cp", "pp-interleaved"])
 def test_in_chunks_of_rows_and_with_tied_weights(name: str) -> None:
     assert _worst(name, _tied(name), config=CHUNKS) <= TOLERANCE
 
 
-@pytest.mark.zoo
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_in_chunks_of_rows_in_every_layout(name: str, tied: bool) -> None:
-    if LAYOUTS[name].model != "llama" and tied:
-        pytest.skip("its model has a head of its own")
-    case = _tied(name) if tied else case_of(LAYOUTS[name])
-    assert _worst(name, case, config=CHUNKS) <= TOLERANCE
-
-
+@SLOW
 @pytest.mark.parametrize("name", ["ddp-zero1", "tp", "cp-ulysses", "pp"])
 def test_an_objective_that_counts_for_itself_is_announced(name: str) -> None:
     assert _worst(name, _tied(name), COUNTING, announced=True) <= TOLERANCE
@@ -84,6 +77,7 @@ def test_an_objective_that_counts_for_itself_is_announced(name: str) -> None:
 COUNTING = Counting()
 
 
+@SLOW
 def test_what_is_counted_changes_what_is_trained() -> None:
     case = _tied("single")
     counted, plain = _expected(case, COUNTING), _expected(case)
@@ -91,16 +85,9 @@ def test_what_is_counted_changes_what_is_trained() -> None:
     assert counted.losses[1:6] == pytest.approx(plain.losses[1:6], rel=1e-12)
 
 
+@SLOW
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("fsdp2", "full"),
-        ("tp", "selective"),
-        ("pp-interleaved", "full"),
-        ("megatron_fsdp", "full"),
-        ("cp", {"offload": "cpu"}),
-    ],
-    ids=str,
+    ("name", "mode"), [("tp", "selective"), ("pp-interleaved", "full"), ("cp", {"offload": "cpu"})], ids=str
 )
 def test_with_activations_that_are_computed_again_or_are_in_host_memory(name: str, mode: Any) -> None:
     assert (
@@ -120,6 +107,7 @@ def _within_a_budget(layout: Layout, case: Case) -> tuple[Outcome, float, float]
     return trained(layout, case, everything, config=options(1.2 * least)), least, 1.2 * least
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["fsdp2", "pp-interleaved"])
 def test_within_a_budget_of_activations(name: str) -> None:
     layout, case = LAYOUTS[name], case_of(LAYOUTS[name], steps=2)
@@ -141,6 +129,7 @@ def test_with_compiled_blocks(name: str) -> None:
 HALF = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 
 
+@SLOW
 def test_bfloat16_on_two_ranks_is_near_bfloat16_on_one() -> None:
     case = case_of(LAYOUTS["fsdp2"], dtype="float32", steps=2)
     one, two = (
@@ -164,31 +153,22 @@ def _each(layout: Layout, case: Case, names: Sequence[str]) -> dict[str, Outcome
     return {name: trained(layout, case, shipped(name), pairs_of) for name in names}
 
 
-@functools.cache
-def _expected_of_each(case: Case, names: Sequence[str]) -> dict[str, Outcome]:
-    return pool(1).run(_each, LAYOUTS["single"], case, names)[0]
-
-
 def _in_turns(layout: Layout, case: Case, names: Sequence[str]) -> list[Outcome]:
     """The task of one rank: a step with each objective, one behind the other, with what the one before has trained."""
     manager, objectives = layout.build(case), {name: shipped(name) for name in names}
     return [trained_by(manager, replace(case, steps=1), objectives[name], pairs_of) for index, name in enumerate(names)]
 
 
-@functools.cache
-def _expected_in_turns(case: Case, names: Sequence[str]) -> list[Outcome]:
-    return pool(1).run(_in_turns, LAYOUTS["single"], case, names)[0]
-
-
 EVERY = ("everything", *SHIPPED)
 
 
-@pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "tp-sequence", "cp", "pp-interleaved", "megatron_fsdp"])
+@SLOW
+@pytest.mark.parametrize("name", ["ddp-zero1", "tp-sequence", "cp", "pp-interleaved", "megatron_fsdp"])
 def test_all_objectives_in_turns(name: str) -> None:
     """Pairs in unequal numbers, some without labels; each step is one of another objective."""
     layout = _by_pairs(LAYOUTS[name])
     case = case_of(layout, sequences=16)
-    expected = _expected_in_turns(case, EVERY)
+    (expected,) = pool(1).run(_in_turns, LAYOUTS["single"], case, EVERY)
     for found in pool(layout.ranks).run(_in_turns, layout, case, EVERY):
         for objective, mine, single in zip(EVERY, found, expected, strict=True):
             assert difference([mine], single).worst <= TOLERANCE, objective
@@ -199,7 +179,7 @@ def test_all_objectives_in_turns(name: str) -> None:
 def test_each_objective_for_four_steps(name: str) -> None:
     layout = _by_pairs(LAYOUTS[name])
     case = case_of(layout, sequences=16)
-    expected = _expected_of_each(case, EVERY)
+    (expected,) = pool(1).run(_each, LAYOUTS["single"], case, EVERY)
     for found in pool(layout.ranks).run(_each, layout, case, EVERY):
         for objective, single in expected.items():
             assert difference([found[objective]], single).worst <= TOLERANCE, objective

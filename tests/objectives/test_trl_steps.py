@@ -1,9 +1,7 @@
-"""One step of trl's own DPOTrainer and GRPOTrainer on a tiny model, and the same step here: equal weights behind it.
+"""One step of trl's DPOTrainer and GRPOTrainer on a tiny model, and the same step of ours, give equal weights.
 
-trl runs whole on one process, with its data, its reference model, its generation and its rewards, and SGD, of which a
-step shows the gradient. What it has fed to its model is fed to ours, on one rank and in layouts of two. Models are
-float64, but trl takes log-probabilities in float32, and rounds the losses that it logs: weights are compared to 1e-5 of
-how far the step has moved them. test_objectives_of_trl.py compares formulas to 1e-10.
+trl runs on one process with its own data, reference, generation and rewards, and SGD. Its model's inputs are given to
+ours, on one rank and on two. trl takes log-probabilities in float32, so weights are compared to 1e-5 of their change.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
@@ -24,12 +23,7 @@ from meshwright.objectives import get_objective
 from meshwright.testing import pool
 from meshwright.testing.models import tiny_model
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-
+pytestmark = pytest.mark.slow
 RATE = 0.5
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "single": ("single", {}),
@@ -42,6 +36,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
 }
 Step = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
 """An objective, a batch of all rows, the weights behind the step, and trl's loss."""
+
+
+def trl_and_datasets() -> tuple[Any, Any]:
+    """trl and datasets.Dataset, whose imports take seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import datasets
+        import trl
+    return trl, datasets.Dataset
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -79,26 +82,19 @@ def arguments(directory: Path, rows: int) -> dict[str, Any]:
     }
 
 
-class Noting:
-    """Keeps what trl's loss is called with."""
+def noting(cls: Any) -> Any:
+    """A trainer of trl that keeps what its loss is called with."""
 
-    noted: dict[str, Tensor]
+    class Noting(cls):
+        def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *further: Any) -> Tensor:
+            self.noted = dict(inputs)
+            return super()._compute_loss(model, inputs, *further)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *further: Any) -> Tensor:
-        self.noted = dict(inputs)
-        return super()._compute_loss(model, inputs, *further)  # type: ignore[misc]
-
-
-class NotingDPO(Noting, DPOTrainer):
-    pass
-
-
-class NotingGRPO(Noting, GRPOTrainer):
-    pass
+    return Noting
 
 
 def step_of_trl(
-    cls: type, model: nn.Module, second: Any, options: Any, data: Dataset
+    cls: Any, model: nn.Module, second: Any, options: Any, data: Any
 ) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
     """The weights behind a step of a trainer, its loss, and what its loss was called with.
 
@@ -106,7 +102,7 @@ def step_of_trl(
         second: the reference model of DPO, the reward of GRPO.
     """
     optimizers = (sgd(model.named_parameters()), None)
-    trainer = cls(model, second, options, train_dataset=data, processing_class=digits(), optimizers=optimizers)
+    trainer = noting(cls)(model, second, options, train_dataset=data, processing_class=digits(), optimizers=optimizers)
     trainer.train()
     loss = next(each["loss"] for each in trainer.state.log_history if "loss" in each)
     return {name: each.detach().clone() for name, each in model.named_parameters()}, float(loss), trainer.noted
@@ -114,15 +110,16 @@ def step_of_trl(
 
 @functools.cache
 def dpo_step(directory: Path) -> Step:
+    trl, Dataset = trl_and_datasets()
     rows = [("1 2 3 ", "4 5 6 7", "4 4"), ("3 2 ", "1", "9 8 7"), ("5 5 5 ", "5 6", "7 8 9 1"), ("8 ", "2 4 6", "1 3")]
     data = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
     model, reference = model_for_trl(), model_for_trl()
     with torch.no_grad():  # or all log-ratios are 0
         for parameter in reference.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
-    options = DPOConfig(**arguments(directory, 4), beta=0.4, loss_type=["sigmoid"])
+    options = trl.DPOConfig(**arguments(directory, 4), beta=0.4, loss_type=["sigmoid"])
     before = copy.deepcopy(reference)
-    weights, loss, noted = step_of_trl(NotingDPO, model, reference, options, data)
+    weights, loss, noted = step_of_trl(trl.DPOTrainer, model, reference, options, data)
     order = torch.arange(8).view(2, 4).T.flatten()  # chosen rows, then rejected ones, into pairs
     ids, answers, mask = (noted[name][order] for name in ("input_ids", "completion_mask", "attention_mask"))
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(answers == 0, -100)}
@@ -138,9 +135,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 @functools.cache
 def grpo_step(directory: Path) -> Step:
+    trl, Dataset = trl_and_datasets()
     data = Dataset.from_list([{"prompt": "1 2 3"}, {"prompt": "4 5 6"}])
     model = model_for_trl()
-    options = GRPOConfig(
+    options = trl.GRPOConfig(
         **arguments(directory, 8),
         num_generations=4,
         max_completion_length=5,
@@ -148,7 +146,7 @@ def grpo_step(directory: Path) -> Step:
         entropy_coef=0.02,
         beta=0.0,
     )
-    weights, loss, noted = step_of_trl(NotingGRPO, model, reward, options, data)
+    weights, loss, noted = step_of_trl(trl.GRPOTrainer, model, reward, options, data)
     ids = torch.cat([noted["prompt_ids"], noted["completion_ids"]], 1)
     mask = torch.cat([noted["prompt_mask"], noted["completion_mask"]], 1)
     answers = torch.cat([torch.zeros_like(noted["prompt_mask"]), noted["completion_mask"]], 1)

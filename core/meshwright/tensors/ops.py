@@ -1,0 +1,134 @@
+"""Small operations on tensors that several rooms need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.torch import foreach_copy_ as copy_all
+from .._compat.torch_versions import all_gather_single, reduce_scatter_single
+
+__all__ = [
+    "all_gather_single",
+    "copy_all",
+    "fingerprint",
+    "has_values",
+    "is_accelerator",
+    "is_on_meta",
+    "moments_of",
+    "on_host",
+    "reduce_scatter_single",
+    "tensors_in",
+    "with_values",
+]
+
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
+_HAS_VALUES: ContextVar[bool] = ContextVar("has_values", default=False)
+_FINGERPRINT_CHUNK = 1 << 20
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+# -- devices
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether this build of torch has a runtime for the device, so that its memory and time can be measured."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == device.type
+
+
+def moments_of(device: torch.device) -> Callable[[], torch.Event] | None:
+    """Return a function that records a timing event on the device's current stream; None if it is no accelerator."""
+    if not is_accelerator(device):
+        return None
+
+    def moment() -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event
+
+    return moment
+
+
+def is_on_meta(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the meta device. Unlike `is_meta`, this asks no dispatch mode."""
+    return tensor.device.type == "meta"
+
+
+@torch.library.custom_op("meshwright::on_host", mutates_args=())
+def on_host(values: Tensor) -> Tensor:
+    """Copy values to the CPU and wait for them. An operator, so that selective recomputation can save its result."""
+    return values.to("cpu", copy=True)
+
+
+@on_host.register_fake
+def _(values: Tensor) -> Tensor:
+    return torch.empty_like(values, device="cpu")
+
+
+# -- nested values
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and mappings, in order."""
+    found: list[Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, _PLAIN):
+            continue
+        elif isinstance(each, (list, tuple)):
+            _collect(each, found)
+        elif isinstance(each, Mapping):
+            _collect(each.values(), found)
+
+
+# -- real values in a simulated run
+
+
+@contextmanager
+def with_values() -> Iterator[None]:
+    """Compute with real values inside the context, although the run is only planned; see `World.is_planned`.
+
+    Values received from other ranks are unknown there.
+    """
+    token = _HAS_VALUES.set(True)
+    try:
+        yield
+    finally:
+        _HAS_VALUES.reset(token)
+
+
+def has_values() -> bool:
+    """Return whether the caller is inside `with_values`."""
+    return _HAS_VALUES.get()
+
+
+# -- fingerprints
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return a 64-bit hash of a tensor's bits, in element order; int64, a scalar on its device.
+
+    Each element, read as an integer, is multiplied by an odd number that depends on its position, and the products
+    are summed modulo 2**64. A flipped bit changes the sum by a power of two times an odd number, which is never 0;
+    the order in which a device adds does not matter.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view(_WORDS[flat.element_size()]) if flat.element_size() in _WORDS else flat.view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    odd = 2 * torch.arange(min(words.numel(), _FINGERPRINT_CHUNK), dtype=torch.int64, device=tensor.device) + 1
+    for start in range(0, words.numel(), _FINGERPRINT_CHUNK):
+        part = words[start : start + _FINGERPRINT_CHUNK].to(torch.int64)
+        total += (part * (odd[: part.numel()] + 2 * start)).sum()
+    return total
