@@ -27,10 +27,8 @@ from PIL import Image
 
 from meshwright.base.validation import validated
 from meshwright.plan.device import find_device
-from meshwright.plan.fleet.advice import ASSUMED_DETECTION_S, copied
-from meshwright.plan.fleet.costs import SHARE_OF_LINK, costs
-from meshwright.plan.fleet.fleet import HOUR, Copies, Fleet, Saves
-from meshwright.plan.fleet.interval import best_every, daly, goodput
+from meshwright.plan.fleet.advice import ASSUMED_DETECTION_S, SHARE_OF_LINK, copied, costs
+from meshwright.plan.fleet.fleet import HOUR, Copies, Fleet, Saves, best_every, daly, goodput
 from meshwright.plan.fleet.simulation import DAY, simulate
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan

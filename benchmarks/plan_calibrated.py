@@ -31,7 +31,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World, open_world
 from meshwright.plan.calibration.calibrate import calibrate
-from meshwright.plan.calibration.measure_compute import Effort
+from meshwright.plan.calibration.measure import Effort
 from meshwright.plan.device import Device
 from meshwright.plan.planned import trace_rank
 from meshwright.plan.time import play, stage_ranks

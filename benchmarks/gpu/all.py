@@ -78,7 +78,7 @@ def parts(device: str) -> list[Part]:
         )
         effort += "messages=(1024,))"
         code = "from meshwright.plan.calibration.calibrate import calibrate_to; import sys; "
-        code += f"from meshwright.plan.calibration.measure_compute import Effort; effort = {effort}; "
+        code += f"from meshwright.plan.calibration.measure import Effort; effort = {effort}; "
         return [PYTHON, "-c", f"{code}sys.exit(calibrate_to(sys.argv[1], ranks=1, effort=effort))", file]
 
     device_file = "{out}/device.yaml"

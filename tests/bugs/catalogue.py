@@ -3633,7 +3633,7 @@ _bug(
 )
 _bug(
     "known_numbers_are_not_computed",
-    "meshwright.plan.fakes",
+    "meshwright.plan.world",
     "            return found[0], choices(found[1].shape, given[0].shape[-1], self._imbalance)\n",
     "            return found[0], found[1].zero_()\n",
     f"{_PLANNED}[fsdp2-2ranks-qwen3_moe]",
@@ -3641,7 +3641,7 @@ _bug(
 )
 _bug(
     "rows_of_all_for_one",
-    "meshwright.plan.messages",
+    "meshwright.plan.world",
     "        mine = mine[members.rank() * part : (members.rank() + 1) * part]\n",
     "",
     "tests/plan/test_plan.py::test_each_rank_of_a_planned_world_has_what_this_one_has",
@@ -3649,7 +3649,7 @@ _bug(
 )
 _bug(
     "last_rank_untraced",
-    "meshwright.plan.ranks",
+    "meshwright.plan.planned",
     "return sorted({*found, _rank(last, degrees)})",
     "return sorted(found)",
     "tests/plan/test_plan.py::test_ranks_that_stand_for_all[sizes0-8-ranks0]",
@@ -3705,7 +3705,7 @@ _bug(
 )
 _bug(
     "bytes_gathered_twice_in_a_plan",
-    "meshwright.plan.fakes",
+    "meshwright.plan.world",
     "if name_of(func) == _COPIES_IN and",
     "if False and",
     f"{_PLANNED}[fsdp2-adapters-2ranks]",
@@ -4128,7 +4128,7 @@ _bug(
 )
 _bug(
     "groups_across_nodes_are_neighbours",
-    "meshwright.plan.calibration.measure_links",
+    "meshwright.plan.calibration.measure",
     "mesh.get_group(0 if is_across else 1)",
     "mesh.get_group(1)",
     f"{_CALIBRATE}::test_groups_lie_inside_of_nodes_and_across_them",
@@ -4164,7 +4164,7 @@ _bug(
 )
 _bug(
     "one_part_is_read_of_many",
-    "meshwright.plan.touched",
+    "meshwright.plan.trace",
     "size = found.get(block.number, 0) + tensor.numel()",
     "size = tensor.numel()",
     "tests/plan/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
@@ -4189,7 +4189,7 @@ _bug(
 _SEARCH = "tests/plan/test_plan_search.py"
 _bug(
     "what_is_known_beforehand_is_learned_again",
-    "meshwright.plan.search.estimate",
+    "meshwright.plan.search.expect",
     " - self.beside[list(given)] - seen @ mean",
     " - seen @ mean",
     f"{_SEARCH}::test_expectations_are_those_of_a_gaussian_process",
@@ -4245,7 +4245,7 @@ _bug(
 )
 _bug(
     "a_plan_of_another_objective",
-    "meshwright.plan.beside.comparison",
+    "meshwright.plan.comparison",
     "    if config.objective is not None:\n",
     "    if False:\n",
     "tests/plan/test_plan_beside.py::test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective",
@@ -4781,7 +4781,7 @@ _bug(
 )
 _bug(
     "each_copy_of_a_state_is_saved",
-    "meshwright.plan.fleet.costs",
+    "meshwright.plan.fleet.advice",
     "hold, write = whole / world / asked.copy_bandwidth, on_disk(whole / world)",
     "hold, write = own / asked.copy_bandwidth, on_disk(own)",
     "tests/plan/test_fleet_plan.py::test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need",

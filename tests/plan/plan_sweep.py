@@ -16,11 +16,10 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support.plan_layouts import Layout, deep_plan, done, planned
+from support.plan_layouts import Layout, deep_layout, deep_plan, done, planned
 
 from meshwright.base.errors import MeshwrightError, RankError
 from meshwright.plan.depth import NEARLY
@@ -36,18 +35,11 @@ MOE, EIGHT = "qwen3_moe", "qwen3_moe of 8"
 
 def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
     """Each schedule of a pipeline over a strategy."""
-    made = []
-    for schedule, microbatches, layers in (
-        ("1F1B", 4, 4),
-        ("GPipe", 4, 4),
-        ("Interleaved1F1B", 4, 4),
-        ("InterleavedZeroBubble", 4, 4),
-        ("ZBVZeroBubble", 4, 4),
-        ("DualPipeV", 8, 8),
-    ):
-        layout = Layout(engine, ranks, sizes, wrapper={"pp_schedule": schedule}, layers=layers, **kwargs)
-        made.append(replace(layout, microbatches=microbatches))
-    return made
+    schedules = dict.fromkeys(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), 4)
+    return [
+        Layout(engine, ranks, sizes, wrapper={"pp_schedule": name}, layers=count, microbatches=count, **kwargs)
+        for name, count in {**schedules, "DualPipeV": 8}.items()
+    ]
 
 
 LAYOUTS = [
@@ -112,25 +104,19 @@ LAYOUTS = [
 ]
 
 
-def deep(engine: str, ranks: int, schedule: str, **kwargs: Any) -> Layout:
-    return Layout(
-        engine, ranks, {"pp_size": ranks}, wrapper={"pp_schedule": schedule, "pp_microbatch_size": 2}, **kwargs
-    )
-
-
 DEEP = [
-    deep("fsdp2", 4, "ZBVZeroBubble", layers=40, microbatches=10),
-    deep("fsdp2", 4, "DualPipeV", layers=40, microbatches=10),
-    deep("fsdp2", 4, "Interleaved1F1B", layers=40, microbatches=12),
-    deep("fsdp2", 4, "InterleavedZeroBubble", layers=40, microbatches=12),
-    deep("fsdp2", 6, "1F1B", layers=30, microbatches=9),
-    deep("fsdp2", 6, "ZBVZeroBubble", layers=60, microbatches=14),
-    deep("fsdp2", 6, "DualPipeV", layers=60, microbatches=14),
-    deep("fsdp2", 6, "Interleaved1F1B", layers=60, microbatches=18),
-    deep("fsdp2", 6, "InterleavedZeroBubble", layers=60, microbatches=18),
-    deep("fsdp2", 8, "1F1B", layers=40, microbatches=10),
-    deep("fsdp2", 8, "ZBVZeroBubble", layers=80, microbatches=18),
-    deep("ddp", 6, "Interleaved1F1B", layers=60, microbatches=18),
+    deep_layout("fsdp2", 4, "ZBVZeroBubble", 40, 10),
+    deep_layout("fsdp2", 4, "DualPipeV", 40, 10),
+    deep_layout("fsdp2", 4, "Interleaved1F1B", 40, 12),
+    deep_layout("fsdp2", 4, "InterleavedZeroBubble", 40, 12),
+    deep_layout("fsdp2", 6, "1F1B", 30, 9),
+    deep_layout("fsdp2", 6, "ZBVZeroBubble", 60, 14),
+    deep_layout("fsdp2", 6, "DualPipeV", 60, 14),
+    deep_layout("fsdp2", 6, "Interleaved1F1B", 60, 18),
+    deep_layout("fsdp2", 6, "InterleavedZeroBubble", 60, 18),
+    deep_layout("fsdp2", 8, "1F1B", 40, 10),
+    deep_layout("fsdp2", 8, "ZBVZeroBubble", 80, 18),
+    deep_layout("ddp", 6, "Interleaved1F1B", 60, 18),
 ]
 
 

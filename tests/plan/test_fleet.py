@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from meshwright.base.errors import ConfigError
-from meshwright.plan.fleet.fleet import HOUR, NODES, Copies, Fleet, Saves
-from meshwright.plan.fleet.interval import best_every, daly, goodput, young
+from meshwright.plan.fleet.fleet import HOUR, NODES, Copies, Fleet, Saves, best_every, daly, goodput, young
 from meshwright.plan.fleet.simulation import DAY, PARTS, simulate
 from meshwright.train.run_sections import PlanConfig
 
@@ -111,6 +110,7 @@ def test_a_simulated_run_is_one_that_goes_step_by_step(name):
         found = simulate([fleet], 3 * DAY, runs=1, seed=seed)
         walk = Walk(fleet, 3 * DAY, seed)
         assert found.means() == pytest.approx(walk.run(), abs=1e-9)
+        assert sum(found.parts.values()) == pytest.approx(np.ones((1, 1)))
         assert (found.failures.item(), found.from_disk.item()) == (walk.failures, walk.from_disk)
 
 
@@ -143,7 +143,7 @@ def test_the_closed_form_is_the_complete_model_of_daly():
 
 
 @given(hold=some.floats(0.1, 1500), mtbf=some.floats(3000, 1e6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_best_interval_is_that_of_daly(hold, mtbf):
     fleet = replace(LARGE, step_s=0.5, failures_per_rank_hour=HOUR / mtbf / LARGE.ranks, saves=Saves(1, hold))
     best = best_every(fleet) * 0.5
@@ -153,33 +153,14 @@ def test_the_best_interval_is_that_of_daly(hold, mtbf):
         assert best == pytest.approx(young(hold, mtbf), rel=0.05, abs=0.6)
 
 
-@given(
-    every=some.integers(1, 400),
-    hold=some.floats(0, 100),
-    write=some.floats(0, 400),
-    rate=some.floats(1e-6, 1e-3),
-)
-@settings(max_examples=60, deadline=None)
+@given(every=some.integers(1, 400), hold=some.floats(0, 100), write=some.floats(0, 400), rate=some.floats(1e-6, 1e-3))
+@settings(max_examples=30, deadline=None)
 def test_no_interval_is_better_than_the_best(every, hold, write, rate):
     fleet = replace(LARGE, failures_per_rank_hour=rate, saves=Saves(every, hold, write))
     best = best_every(fleet)
     assert best * fleet.step_s >= write
     if every * fleet.step_s >= write:
         assert goodput(replace(fleet, saves=replace(fleet.saves, every=best))) >= goodput(fleet) - 1e-12
-
-
-def test_the_simulated_optimum_is_where_daly_says_within_what_is_simulated():
-    around = [replace(LARGE, saves=replace(LARGE.saves, every=every)) for every in range(4, 121, 4)]
-    found = simulate(around, 600 * LARGE.mtbf_s, runs=64)
-    best = int(found.goodput.argmax())
-    told = best_every(LARGE)
-    # All had the same failures, so what counts is how their differences vary.
-    useful = found.parts["useful"]
-    nearest = min(range(len(around)), key=lambda place: abs(around[place].saves.every - told))
-    apart = useful[best] - useful[nearest]
-    assert apart.mean() <= 3 * apart.std(ddof=1) / math.sqrt(apart.size)
-    assert around[best].saves.every == pytest.approx(told, rel=0.4)
-    assert told == pytest.approx(daly(1.0, LARGE.mtbf_s) / LARGE.step_s, rel=0.05)
 
 
 # -- properties
@@ -210,16 +191,12 @@ def test_without_failures_saves_alone_are_lost():
     assert sum(found[each] for each in PARTS if each not in ("useful", "saves")) == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("fleet", WALKED.values(), ids=WALKED)
-def test_all_time_is_accounted_for(fleet):
-    found = simulate([fleet], 20 * DAY, runs=5, seed=7)
-    assert sum(found.parts.values()) == pytest.approx(np.ones((1, 5)))
-    assert all((each > -1e-9).all() for each in found.parts.values())
-
-
 def test_failures_are_as_many_as_their_rate_says():
     found = simulate([LARGE], 54 * DAY, runs=200)
     assert found.failures.mean() == pytest.approx(419, abs=4 * math.sqrt(419 / 200))
+    same, other = (simulate([LARGE], 54 * DAY, runs=200, seed=seed).parts["useful"] for seed in (0, 4))
+    assert (found.parts["useful"] == same).all()
+    assert (same != other).any()
 
 
 def test_copies_save_what_saves_lose_and_pairs_of_nodes_are_read_from_disk():
@@ -231,12 +208,6 @@ def test_copies_save_what_saves_lose_and_pairs_of_nodes_are_read_from_disk():
     shares = found.from_disk.sum(axis=1) / found.failures.sum(axis=1)
     assert shares[0] == 1
     assert shares[1] == pytest.approx(0.01, abs=0.003)
-
-
-def test_the_same_seed_is_the_same_luck():
-    one, same, other = (simulate([LARGE], 5 * DAY, seed=seed).parts["useful"] for seed in (3, 3, 4))
-    assert (one == same).all()
-    assert (one != other).any()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from meshwright.plan.fleet import advice
-from meshwright.plan.fleet.costs import Costs
-from meshwright.plan.fleet.fleet import HOUR, NODES, PAIRS, Copies, Fleet, Saves
-from meshwright.plan.fleet.interval import best_every, goodput
+from meshwright.plan.fleet.advice import Costs
+from meshwright.plan.fleet.fleet import HOUR, NODES, PAIRS, Copies, Fleet, Saves, best_every, goodput
 from meshwright.train.run_file import RunConfig
 from meshwright.train.run_sections import PlanConfig
 
@@ -101,61 +100,53 @@ def test_the_printed_plan_is_what_is_printed() -> None:
     assert table.caption.partition(" Copied")[0] in TEXT
 
 
-def test_numbers_of_the_two_fleets_are_those_of_the_results() -> None:
-    small, large = CONTENT["fleets"]["1024"], CONTENT["fleets"]["16384"]
-    assert _said(r"a 70B whose step \(([\d.]+) s\)") == (round(small["step_s"], 2),)
-    steps = _said(r"a step of ([\d.]+) s, .*? holds up (\d+) s and is written in (\d+) s")
-    assert steps == (round(large["step_s"], 2), large["saves"]["hold_s"], round(large["saves"]["write_s"]))
-    assert _said(r"one each ([\d.]+) hours") == (round(large["mtbf_hours"], 1),)
-    alone, copied = _curve(16_384, 300.0), _curve(16_384, 300.0, True)
-    minutes = alone["recommended"]["every"] * large["step_s"] / 60
-    assert _said(r"of 5 minutes, a save each ([\d.]+) minutes leaves ([\d.]+) %") == (
-        round(minutes, 1),
-        _percent(alone["recommended"]["goodput"]),
-    )
+def test_numbers_of_the_page_are_those_of_the_results() -> None:
+    small, large, llama = CONTENT["fleets"]["1024"], CONTENT["fleets"]["16384"], CONTENT["llama_3"]
+    alone, copied = (_curve(16_384, 300.0, each)["recommended"] for each in (False, True))
+    few = {_percent(_curve(1_024, 300.0, each)["recommended"]["goodput"]) for each in (False, True)}
     fleet, _ = _fleet(16_384)
     hourly = goodput(replace(fleet, saves=replace(fleet.saves, every=round(HOUR / fleet.step_s))))
-    assert _said(r"Without copies, a save each hour would leave ([\d.]+) %") == (_percent(hourly),)
-    assert _said(r"Copies every ([\d.]+) minutes leave ([\d.]+) %, .*? each (\d+) minutes, a tenth") == (
-        round(minutes, 1),
-        _percent(copied["recommended"]["goodput"]),
-        round(copied["recommended"]["every"] * large["step_s"] / 60),
-    )
-    assert copied["recommended"]["every"] == 10 * copied["copied_every"]
-    few = {_percent(_curve(1_024, 300.0, each)["recommended"]["goodput"]) for each in (False, True)}
-    assert few == {*_said(r"On 1,024 ranks it is ([\d.]+) % either way")}
-    lost = (
+    lost = [
         _curve(ranks, 300.0)["recommended"]["goodput"] - _curve(ranks, 900.0)["recommended"]["goodput"]
         for ranks in benchmark.RANKS[::-1]
-    )
-    assert _said(r"instead of 5, ([\d.]+) % of the time of 16,384 ranks, and ([\d.]+) % of 1,024") == tuple(
-        map(_percent, lost)
-    )
+    ]
+    step_s, minutes = large["step_s"], alone["every"] * large["step_s"] / 60
+    assumed, longest = llama["settings"]["as assumed"], llama["settings"]["the longest restart"]
+    saves, restart_s = large["saves"], longest["restart_s"]
+    interrupted = llama["planned"] + llama["unexpected"], llama["days"], llama["planned"], 100 * llama["effective"]
+    expected: dict[str, tuple[float, ...]] = {
+        r"a 70B whose step \(([\d.]+) s\)": (round(small["step_s"], 2),),
+        r"a step of ([\d.]+) s, .*? holds up (\d+) s and is written in (\d+) s": (
+            round(step_s, 2),
+            saves["hold_s"],
+            round(saves["write_s"]),
+        ),
+        r"one each ([\d.]+) hours": (round(large["mtbf_hours"], 1),),
+        r"of 5 minutes, a save each ([\d.]+) minutes leaves ([\d.]+) %": (
+            round(minutes, 1),
+            _percent(alone["goodput"]),
+        ),
+        r"Without copies, a save each hour would leave ([\d.]+) %": (_percent(hourly),),
+        r"Copies every ([\d.]+) minutes leave ([\d.]+) %, .*? each (\d+) minutes, a tenth": (
+            round(minutes, 1),
+            _percent(copied["goodput"]),
+            round(copied["every"] * step_s / 60),
+        ),
+        r"On 1,024 ranks it is ([\d.]+) % either way": tuple(few),
+        r"instead of 5, ([\d.]+) % of the time of 16,384 ranks, and ([\d.]+) % of 1,024": tuple(map(_percent, lost)),
+        r"(\d+) interruptions in (\d+) days, (\d+) of them planned, and more than (\d+) %": interrupted,
+        r"have ([\d.]+) % \(([\d.]+) to ([\d.]+) %": tuple(map(_percent, (assumed["goodput"], *assumed["of_runs"]))),
+        r"less than (\d+) s, about (\d+) minutes": (restart_s, round(restart_s / 60)),
+        r"Saves each hour would leave ([\d.]+) %": (_percent(llama["settings"]["saved each hour"]["goodput"]),),
+    }
+    for pattern, numbers in expected.items():
+        assert _said(pattern) == numbers
+    assert copied["every"] == 10 * _curve(16_384, 300.0, True)["copied_every"]
     for each in CONTENT["curves"]:
         assert each["copied_every"] is not None or each["best"] == each["recommended"]
         assert each["best"]["goodput"] - each["recommended"]["goodput"] <= 1e-4
-
-
-def test_the_point_of_llama_3_is_that_of_the_results() -> None:
-    found = CONTENT["llama_3"]
-    assert _said(r"(\d+) interruptions in (\d+) days, (\d+) of them planned, and more than (\d+) %") == (
-        found["planned"] + found["unexpected"],
-        found["days"],
-        found["planned"],
-        100 * found["effective"],
-    )
-    assumed, longest = found["settings"]["as assumed"], found["settings"]["the longest restart"]
-    low, high = assumed["of_runs"]
-    assert _said(r"have ([\d.]+) % \(([\d.]+) to ([\d.]+) %") == tuple(map(_percent, (assumed["goodput"], low, high)))
-    assert _said(r"less than (\d+) s, about (\d+) minutes") == (
-        longest["restart_s"],
-        round(longest["restart_s"] / 60),
-    )
-    assert longest["goodput"] == pytest.approx(found["effective"], abs=1e-3)
-    assert _said(r"Saves each hour would leave ([\d.]+) %") == (
-        _percent(found["settings"]["saved each hour"]["goodput"]),
-    )
-    assert found["failures"] == pytest.approx(466, abs=3)
+    assert longest["goodput"] == pytest.approx(llama["effective"], abs=1e-3)
+    assert llama["failures"] == pytest.approx(466, abs=3)
 
 
 def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:

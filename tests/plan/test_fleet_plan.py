@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from support.plan_layouts import SIZES, Layout
+from support.plan_layouts import RUN, Layout, plan_command
 
 from meshwright.base.validation import validated
 from meshwright.checkpoint import save_checkpoint
@@ -26,33 +23,32 @@ from meshwright.cli.imports import uncollected
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.world import open_world
 from meshwright.plan.device import find_device
-from meshwright.plan.fleet import costs
-from meshwright.plan.fleet.advice import COPIED, OWN, OWN_COPIED, RECOMMENDED, failures_of, told
-from meshwright.plan.fleet.costs import SHARE_OF_LINK, state_bytes
+from meshwright.plan.fleet import advice
+from meshwright.plan.fleet.advice import (
+    COPIED,
+    OWN,
+    OWN_COPIED,
+    RECOMMENDED,
+    SHARE_OF_LINK,
+    failures_of,
+    state_bytes,
+    told,
+)
 from meshwright.plan.fleet.fleet import HOUR
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan
-from meshwright.plan.trace import batch_of
 from meshwright.testing.pool import pool
 from meshwright.train.run_file import RunConfig
 from meshwright.train.run_sections import PlanConfig
 
 RATE = PlanConfig().failures_per_rank_hour
-RUN: dict[str, Any] = {
-    "strategy": "fsdp2",
-    "model": {"model_type": "llama", **SIZES, "dtype": "bfloat16"},
-    "data": {"seq_len": 16},
-    "steps": 1000,
-    "batch_size": 128,
-    "micro_batch_size": 1,
-}
 STEP_S, RANKS = 5.0, 128
 OFTEN = {"failures_per_rank_hour": 128 * RATE}
 """As often as of 16,384."""
 
 
 def _config(**changes: Any) -> RunConfig:
-    return validated(RunConfig, {**RUN, **changes}, where="the run file")
+    return validated(RunConfig, {**RUN, "steps": 1000, **changes}, where="the run file")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +59,7 @@ def planned() -> Iterator[dict[str, Any]]:
         job = job_of(_config(), RANKS)
         found = {**plan(job, device, [0]), "step_seconds": STEP_S}
         size = state_bytes(job)
-        patched.setattr(costs, "state_bytes", lambda same: size if same is job else None)
+        patched.setattr(advice, "state_bytes", lambda same: size if same is job else None)
         yield {"job": job, "device": device, "plan": found}
 
 
@@ -83,7 +79,7 @@ def _saved(layout: Layout, directory: Path) -> int:
     job = layout.job()
     manager = job.stack.build(Mesh(job.degrees, open_world("cpu")))
     model = job.model()
-    batches = [batch_of(job, model) for _ in range(job.microbatches)]
+    batches = [job.batch(model) for _ in range(job.microbatches)]
     manager.parallelize(model)
     manager.build_optimizer(job.optimizer)
     manager.forward_backward(batches, num_tokens=manager.announce(batches))
@@ -93,20 +89,20 @@ def _saved(layout: Layout, directory: Path) -> int:
     return sum(each.shape.numel() * each.dtype.itemsize for name, each in stored.items() if not name.startswith(RANDOM))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout("fsdp2", 2, layers=3),
-        Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}, dtype="float32"),
-        Layout("megatron_fsdp", 2),
-        Layout("fsdp2", 2, {"pp_size": 2}),
-        Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
-    ],
-    ids=str,
-)
+OF_RANKS = [
+    Layout("fsdp2", 2, layers=3),
+    Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}, dtype="float32"),
+    Layout("megatron_fsdp", 2),
+    Layout("fsdp2", 2, {"pp_size": 2}),
+    Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OF_RANKS, ids=str)
 def test_a_checkpoint_is_as_large_as_planned(layout, tmp_path):
     first, _ = pool(2).run(_saved, layout, tmp_path / "saved")
-    assert state_bytes(layout.deep_job(layout.layers, layout.microbatches)) == first
+    assert state_bytes(layout.deep_job()) == first
 
 
 # -- what follows
@@ -167,11 +163,9 @@ def test_a_run_that_saves_well_is_not_told_to_and_one_that_does_not_is(planned):
     assert "loses all of it" in told(_failures(planned, SLOW), _config())[0].caption
 
 
-def test_a_run_that_saves_by_the_clock_saves_so_often(planned):
-    found = _failures(planned, SLOW, checkpoint={"every": "20m"})
-    assert _row(found, OWN)["every"] == 20 * 60 / STEP_S
-    both = _failures(planned, SLOW, checkpoint={"every": [100, "20m"]})
-    assert _row(both, OWN)["every"] == 100
+@pytest.mark.parametrize(("every", "steps"), [("20m", 20 * 60 / STEP_S), ([100, "20m"], 100)])
+def test_a_run_that_saves_by_the_clock_saves_so_often(planned, every, steps):
+    assert _row(_failures(planned, SLOW, checkpoint={"every": every}), OWN)["every"] == steps
 
 
 def test_a_run_that_copies_is_taken_as_it_copies(planned):
@@ -216,31 +210,14 @@ def test_the_more_often_ranks_fail_the_more_often_to_save(planned):
 # -- the command
 
 
-def _command(directory: Path, *arguments: str) -> str:
-    file = directory / "run.yaml"
-    file.write_text(yaml.safe_dump(RUN), encoding="utf-8")
-    command = [sys.executable, "-m", "meshwright", "plan", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
+@pytest.mark.slow
 def test_a_plan_prints_what_it_recommends(tmp_path):
     file = tmp_path / "plan.json"
     options = ("--set", "plan.failures_per_rank_hour=10", "--set", "checkpoint.every=100000")
-    printed = _command(tmp_path, "--world", "64", "--json", str(file), *options)
+    printed = plan_command(tmp_path, "--world", "64", "--json", str(file), *options).output
     found = json.loads(file.read_text(encoding="utf-8"))
     every = _row(found["failures"], RECOMMENDED)["every"]
-    said = re.search(r"checkpoint\.every=(\d+)", " ".join(printed.split()))
-    assert said is not None
-    assert int(said[1]) == every
+    assert f"checkpoint.every={every} " in " ".join(printed.split())
     assert re.search(rf"recommended +│ +{every:,} │", printed)
     assert re.search(r"this run +│ +100,000 │", printed)
     assert found["failures"]["mtbf_hours"] == pytest.approx(1 / 640)
-
-
-def test_a_plan_of_few_ranks_says_one_line(tmp_path):
-    lines = _command(tmp_path, "--world", "8").splitlines()
-    assert [line for line in lines if "fail" in line] == [
-        "failures: one of 8 ranks fails every 6,335 h, so they hardly matter"
-    ]

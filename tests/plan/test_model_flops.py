@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from meshwright import Loop, MeshSizes, StepResult, fit
 from meshwright.objectives import get_objective
-from meshwright.plan.beside.here import peak_flops
 from meshwright.plan.model_flops import ModelFlops, model_flops
 from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
@@ -150,19 +149,20 @@ def test_of_experts_those_that_are_chosen_count() -> None:
     assert experts < few < 3 * experts
 
 
-@pytest.mark.parametrize("layers", [13, 40])
+@pytest.mark.parametrize("layers", [13, pytest.param(40, marks=pytest.mark.slow)])
 def test_many_blocks_are_told_by_few(layers: int) -> None:
     alone = _of_row(functools.partial(_llama, layers))
     assert _of_row(functools.partial(_llama, layers), layers=layers, with_layers=_llama) == alone
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_are_not_told_by_few() -> None:
     def first_are_narrow(layers: int = 24) -> nn.Module:
         model = _llama(layers)
         for index, block in enumerate(model.model.layers):
-            block.mlp.gate_proj = nn.Linear(WIDTH, 3 * WIDTH + (index**2 % 5), bias=False)
-            block.mlp.up_proj = nn.Linear(WIDTH, 3 * WIDTH + (index**2 % 5), bias=False)
-            block.mlp.down_proj = nn.Linear(3 * WIDTH + (index**2 % 5), WIDTH, bias=False)
+            width = 3 * WIDTH + (index**2 % 5)
+            block.mlp.gate_proj, block.mlp.up_proj = (nn.Linear(WIDTH, width, bias=False) for _ in range(2))
+            block.mlp.down_proj = nn.Linear(width, WIDTH, bias=False)
         return model
 
     assert _of_row(first_are_narrow, layers=24, with_layers=first_are_narrow) == _of_row(first_are_narrow)
@@ -187,10 +187,6 @@ def test_what_cannot_be_counted_says_why() -> None:
     assert found == ModelFlops(None, "the objective 'dpo' counts something else than tokens")
     counted = model_flops(_job(_llama), get_objective({"name": "cross_entropy", "label_smoothing": 0.1}))
     assert counted == model_flops(_job(_llama))
-
-
-def test_a_cpu_has_no_peak() -> None:
-    assert peak_flops(torch.device("cpu"), "float32") is None
 
 
 def _fitted(peak: float | None) -> list[StepResult]:

@@ -1,54 +1,30 @@
-"""A plan beside its run: told before it, compared with it, and a reason to refuse it."""
+"""A plan and its run: printed before it, compared with it, and a reason to refuse it."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from support.commands import MODEL, command, write_run
 
-from meshwright.plan.beside.comparison import Comparison, accompany
+from meshwright.plan.comparison import Comparison, accompany, peak_flops
 from meshwright.plan.device import DEVICES
 from meshwright.train.run_file import load_run
 
-RUN: dict[str, Any] = {
-    "strategy": "fsdp2",
-    "model": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    },
-    "data": {"vocab_size": 300, "seq_len": 32},
-    "steps": 4,
-    "batch_size": 8,
-    "micro_batch_size": 2,
-    "threads_per_rank": 1,
-    "nproc": 2,
-    "sample": None,
-}
+WIDER = {**MODEL, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
-def _train(directory: Path, *arguments: str, launcher: tuple[str, ...] = (), **changes: Any) -> Any:
-    documents = directory / "documents"
-    documents.mkdir(exist_ok=True)
-    for number in range(8):
-        (documents / f"{number}.txt").write_text(f"{number} words and {number} more words\n" * 60, encoding="utf-8")
-    data = {**RUN["data"], "corpus": str(documents / "*.txt"), "cache_dir": str(directory / "cache")}
-    values = {**RUN, "data": data, "output_dir": str(directory / "run"), **changes}
-    file = directory / "run.yaml"
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    command = [sys.executable, "-m", *launcher, "meshwright", "train", str(file), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+def _file(directory: Path, **changes: Any) -> Path:
+    path = write_run(directory)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values |= {"steps": 4, "sample": None, "model": WIDER, "batch_size": 8, "micro_batch_size": 2} | changes
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
 
 
 def _device(directory: Path, **changes: Any) -> str:
@@ -58,19 +34,20 @@ def _device(directory: Path, **changes: Any) -> str:
     return str(file)
 
 
+WIDE = {"strategy_config": {"reduce_dtype": "float64"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"strategy_config": {"reduce_dtype": "float64"}},
-    "ddp": {"strategy": "ddp", "strategy_config": {"reduce_dtype": "float64"}},
+    "fsdp2": WIDE,
     "bucketed": {"strategy": "ddp", "strategy_config": {"engine": "bucketed"}, "ema": {"decay": 0.9}},
     "tp": {"tp_size": 2, "strategy_config": {"sequence_parallel": True}},
     "pp": {"pp_size": 2},
-    "megatron_fsdp": {"strategy": "megatron_fsdp"},
+    "megatron_fsdp": {"strategy": "megatron_fsdp", "strategy_config": {}},
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
-    done = _train(tmp_path, **changes)
+    done = command("train", str(_file(tmp_path, **changes)))
     assert done.returncode == 0, done.stderr
     assert "planned: a rank holds" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
@@ -80,57 +57,54 @@ def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
     assert "time: " not in line
 
 
-def test_ranks_of_a_launcher_have_a_plan_and_times_of_a_named_device_are_compared(tmp_path):
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
-    done = _train(tmp_path, launcher=launcher, plan={"device": _device(tmp_path)})
+@pytest.mark.slow
+def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refused_together(tmp_path):
+    path = _file(tmp_path, plan={"device": _device(tmp_path)})
+    done = command("train", str(path), launcher=LAUNCHER)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
-    assert len(lines) == 1
-    assert "; time: " in lines[0]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
+    assert "; time: " in line
     assert "; a step of " in done.stdout
-
-
-def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path):
-    device = _device(tmp_path, memory_bytes=100_000)
-    refused = _train(tmp_path, plan={"device": device})
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: the run does not fit: a rank would take ")
-    assert "--set strategy_config.activation_checkpointing=full" in refused.stderr
-    assert not (tmp_path / "run").exists()
-    warned = _train(tmp_path, "--set", "plan.when_too_large=warn", plan={"device": device})
-    assert warned.returncode == 0, warned.stderr
-    assert "warning: the run does not fit" in warned.stderr
-
-
-def test_ranks_of_a_launcher_are_refused_together(tmp_path):
-    device = _device(tmp_path, memory_bytes=100_000)
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
-    refused = _train(tmp_path, launcher=launcher, plan={"device": device})
+    _device(tmp_path, memory_bytes=100_000)
+    refused = command("train", str(path), "--set", f"output_dir={tmp_path / 'other'}", launcher=LAUNCHER)
     assert refused.returncode != 0
     assert refused.stderr.count("error: the run does not fit") == 1
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "other").exists()
 
 
+def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
+    device = _device(tmp_path, memory_bytes=100_000)
+    refused = accompany(load_run(_file(tmp_path, plan={"device": device})), 2)
+    assert refused is not None
+    assert str(refused.refusal).startswith("the run does not fit: a rank would take ")
+    assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal)
+    asked = {"device": device, "when_too_large": "warn"}
+    warned = accompany(load_run(_file(tmp_path, plan=asked)), 2)
+    assert warned is not None
+    assert warned.refusal is None
+    assert "warning: the run does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_plan_alone_starts_nothing(tmp_path):
-    shown = _train(tmp_path, "--plan-only")
+    path = str(_file(tmp_path, plan={"device": _device(tmp_path, memory_bytes=100_000)}))
+    shown = command("train", path, "--plan-only")
     assert shown.returncode == 0, shown.stderr
     assert "memory of a rank at its peak" in shown.stdout
     assert "reduce_scatter" in shown.stdout
-    assert not (tmp_path / "run").exists()
-    silent = _train(tmp_path, plan={"enabled": False})
-    assert silent.returncode == 0, silent.stderr
-    assert "planned:" not in silent.stdout
-    assert "plan beside" not in silent.stdout
+    refused = command("train", path)
+    assert (refused.returncode, refused.stderr[:30]) == (2, "error: the run does not fit: a")
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective(tmp_path):
-    file = tmp_path / "run.yaml"
-    device = _device(tmp_path, memory_bytes=1)
-    file.write_text(yaml.safe_dump({**RUN, "plan": {"device": device}, "objective": "dpo"}), encoding="utf-8")
-    found = accompany(load_run(file), 2)
+def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_is_made_unasked(tmp_path):
+    asked = {"device": _device(tmp_path, memory_bytes=1)}
+    found = accompany(load_run(_file(tmp_path, plan=asked, objective="dpo")), 2)
     assert found is not None
     assert (found.plan, found.refusal) == (None, None)
     assert "objective='dpo'" in found.lines()[0]
+    assert accompany(load_run(_file(tmp_path, plan={"enabled": False})), 2) is None
+    assert peak_flops(torch.device("cpu"), "float32") is None
 
 
 def test_where_a_plan_was_off_is_told():

@@ -1,44 +1,46 @@
-"""How long a step takes: what overlaps, what waits, what links carry; against times that follow by hand."""
+"""What a step reserves and how long it takes: against times that follow by hand, and by traced operators."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from support.plan_layouts import Layout, planned
 
 from meshwright._compat.arithmetic import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan import kernels, links
+from meshwright.plan.allocator import GATHER, LARGE_GRANULE, REDUCE, reserved, streams
 from meshwright.plan.device import DEVICES, Device, Link, devices, find_device
-from meshwright.plan.meter import Held
-from meshwright.plan.time import play
-from meshwright.plan.trace import Operation, Trace
+from meshwright.plan.meter import Held, StepMeter
+from meshwright.plan.time import COMPUTE, Timeline, play
+from meshwright.plan.trace import Operation, Trace, touched
 from meshwright.testing.collectives import Collective
 
+H100 = find_device("h100-80gb")
 LINK = Link(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)
-DEVICE = find_device("h100-80gb").model_copy(
+DEVICE = H100.model_copy(
     update={
         "bandwidth": 1e9,
         "bandwidth_efficiency": 1.0,
         "kernel_s": 1e-9,
         "cpu_s": 1e-9,
-        "node": find_device("h100-80gb").node.model_copy(update={"inside": LINK, "ring_begin_s": 1e-9}),
+        "node": H100.node.model_copy(update={"inside": LINK, "ring_begin_s": 1e-9}),
     }
 )
 """A byte takes a nanosecond, in memory and on the link, and all else nothing."""
 S = 10**9
 
 
-def kernel(seconds: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Operation:
+def kernel(seconds: int, reads: Iterable[int] = (), writes: Iterable[int] = (0,)) -> Operation:
     """What takes so long, and touches these blocks."""
-    sizes = [*((block, 0) for block in reads), *((block, 0) for block in writes)]
-    moved = (sizes[-1][0], seconds * S)
-    return Operation(
-        "aten.op", 0, 0, (), torch.float32, None, tuple(sizes[: len(reads)]), (*sizes[len(reads) : -1], moved)
-    )
+    moved = tuple((block, 0) for block in reads), tuple((block, seconds * S) for block in writes)
+    return Operation("aten.op", 0, 0, (), torch.float32, None, *moved)
 
 
 def trace(rank: int, *steps: Operation | tuple[Operation, Collective]) -> Trace:
@@ -53,48 +55,52 @@ def trace(rank: int, *steps: Operation | tuple[Operation, Collective]) -> Trace:
     return Trace(rank, nothing, nothing, tuple(calls), tuple(operations), ())
 
 
-def collective(seconds: int, block: int, group: str = "dp_shard", ranks: int = 2) -> tuple[Operation, Collective]:
+def collective(
+    seconds: int, block: int, group: str = "dp_shard", name: str = "c10d.op"
+) -> tuple[Operation, Collective]:
     # Half of what is gathered comes from the other rank.
-    call = Collective("all_gather", group, ranks, torch.float32, seconds * S * 2)
-    return Operation("c10d.op", 0, 0, (), torch.float32, None, ((block, 0),), ((block, 0),)), call
+    call = Collective("all_gather", group, 2, torch.float32, seconds * S * 2)
+    return Operation(name, 0, 0, (), torch.float32, None, ((block, 0),), ((block, 0),)), call
 
 
-def message(kind: str, seconds: int, block: int, peer: int) -> tuple[Operation, Collective]:
-    call = Collective(kind, "pp", 4, torch.float32, seconds * S)
+def message(kind: str, block: int, peer: int) -> tuple[Operation, Collective]:
     touched = ((block, 0),)
     reads, writes = (touched, ()) if kind == "send" else ((), touched)
+    call = Collective(kind, "pp", 4, torch.float32, 0)
     return Operation(f"c10d.{kind}", 0, 0, (), torch.float32, None, reads, writes, peer), call
 
 
-def seconds(*traces: Trace, degrees: Degrees | None = None) -> list[float]:
-    return [line.seconds for line in play(traces, degrees or Degrees(dp_shard=2), DEVICE)]
+def seconds(*steps: Any, degrees: Degrees | None = None, device: Device = DEVICE) -> float:
+    return play([trace(0, *steps)], degrees or Degrees(dp_shard=2), device)[0].seconds
 
 
-def test_communication_is_hidden_behind_what_does_not_need_it():
-    found = seconds(trace(0, kernel(1, writes=(0,)), collective(3, 1), kernel(2, writes=(2,)), kernel(1, (1,), (3,))))
-    # The last waits for the collective, which began at once.
-    assert found == pytest.approx([4.0], abs=1e-6)
+BOTH = Degrees(dp_shard=2, tp=2)
 
 
-def test_a_collective_waits_for_what_it_sends():
-    assert seconds(trace(0, kernel(2, writes=(0,)), collective(3, 0))) == pytest.approx([5.0], abs=1e-6)
-
-
-def test_collectives_of_one_group_follow_each_other_and_of_two_do_not():
-    one = trace(0, collective(3, 0), collective(3, 1))
-    two = trace(0, collective(3, 0), collective(3, 1, group="tp"))
-    degrees = Degrees(dp_shard=2, tp=2)
-    assert seconds(one, degrees=degrees) == pytest.approx([6.0], abs=1e-6)
-    assert seconds(two, degrees=degrees) == pytest.approx([3.0], abs=1e-6)
+@pytest.mark.parametrize(
+    ("steps", "degrees", "expected"),
+    [
+        # The last waits for the collective, which began at once, hidden behind what does not need it.
+        ([kernel(1), collective(3, 1), kernel(2, writes=(2,)), kernel(1, (1,), (3,))], None, 4),
+        # A collective waits for what it sends.
+        ([kernel(2), collective(3, 0)], None, 5),
+        # Those of one group follow each other, and of two do not.
+        ([collective(3, 0), collective(3, 1)], BOTH, 6),
+        ([collective(3, 0), collective(3, 1, group="tp")], BOTH, 3),
+    ],
+)
+def test_operators_wait_for_what_they_need(steps, degrees, expected):
+    assert seconds(*steps, degrees=degrees) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_unit_is_gathered_when_the_one_before_the_last_is_copied_out():
-    steps = []
+    steps: list[Any] = []
     for unit in range(4):
-        copy_in = Operation("fsdp.all_gather_copy_in.default", 0, 0, (), None, None, (), ((unit, 0),))
-        gather = (replace(collective(1, unit)[0], name="c10d._allgather_base_.default"), collective(1, unit)[1])
-        out = Operation("fsdp.split_with_sizes_copy.default", 0, 0, (), None, None, ((unit, 0),), ((10 + unit, 0),))
-        steps += [copy_in, gather, out, kernel(5, (10 + unit,), (20 + unit,))]
+        steps.append(Operation("fsdp.all_gather_copy_in.default", 0, 0, (), None, None, (), ((unit, 0),)))
+        steps.append(collective(1, unit, name="c10d._allgather_base_.default"))
+        out = ((unit, 0),), ((10 + unit, 0),)
+        steps.append(Operation("fsdp.split_with_sizes_copy.default", 0, 0, (), None, None, *out))
+        steps.append(kernel(5, (10 + unit,), (20 + unit,)))
     (line,) = play([trace(0, *steps)], Degrees(dp_shard=2), DEVICE)
     begins = [span.start for span in line.spans if span.stream == "dp_shard"]
     # The third when the first's is copied out at 1, the fourth when the second's is, behind the first's computing.
@@ -106,21 +112,16 @@ def test_a_unit_is_gathered_when_the_one_before_the_last_is_copied_out():
 def test_a_pipeline_has_the_bubbles_of_its_schedule(stages, microbatches):
     traces = []
     for stage in range(stages):
-        steps = []
+        steps: list[Any] = []
         for index in range(microbatches):
-            if stage > 0:
-                steps.append(message("recv", 0, 100 + index, stage - 1))
+            steps += [message("recv", 100 + index, stage - 1)] if stage > 0 else []
             steps.append(kernel(1, (100 + index,) if stage else (), (200 + index,)))
-            if stage < stages - 1:
-                steps.append(message("send", 0, 200 + index, stage + 1))
+            steps += [message("send", 200 + index, stage + 1)] if stage < stages - 1 else []
         traces.append(trace(stage, *steps))
-    found = seconds(*traces, degrees=Degrees(pp=stages))
+    found = [line.seconds for line in play(traces, Degrees(pp=stages), DEVICE)]
     assert max(found) == pytest.approx(microbatches + stages - 1, abs=1e-5)
-
-
-def test_who_waits_for_nobody_is_told():
     with pytest.raises(MeshError, match=r"ranks \[1\] wait for messages"):
-        seconds(trace(1, message("recv", 1, 0, 0), kernel(1, (0,), (1,))), degrees=Degrees(pp=4))
+        play(traces[1:2], Degrees(pp=4), DEVICE)
 
 
 def test_fused_operators_read_and_write_what_others_see():
@@ -128,11 +129,10 @@ def test_fused_operators_read_and_write_what_others_see():
     product = Operation("aten.mm.default", 1, 0, ((8, 8), (8, 8)), torch.float32, None, ((3, 0),), ((4, 0),))
     fused, same = kernels.fused([*chain, product])
     assert same is product
-    assert dict(fused.reads) == {0: 0}
-    assert dict(fused.writes) == {3: S}
+    assert (dict(fused.reads), dict(fused.writes)) == ({0: 0}, {3: S})
 
 
-DEGREES = Degrees(pp=2, dp_shard=4, tp=4)
+# -- devices and links
 
 
 @pytest.mark.parametrize(
@@ -146,22 +146,18 @@ DEGREES = Degrees(pp=2, dp_shard=4, tp=4)
     ],
 )
 def test_ranks_of_a_group(group, size, found):
-    assert links.members(group, 6, DEGREES, size) == found
+    assert links.members(group, 6, Degrees(pp=2, dp_shard=4, tp=4), size) == found
 
 
 def test_links_between_nodes_are_slower_and_shared_by_the_ranks_of_a_node():
-    node = find_device("h100-80gb").node
-    size = 1 << 30
-    inside = links.seconds("all_gather", size, range(8), node)
-    both = links.seconds("all_gather", size, range(16), node)
-    alone = links.seconds("all_gather", size, range(0, 128, 8), node)
+    node, size = H100.node, 1 << 30
+    inside, both, alone = (links.seconds("all_gather", size, r, node) for r in (range(8), range(16), range(0, 128, 8)))
     assert inside == pytest.approx(size * 7 / 8 / node.inside.rate, rel=0.05)
     assert alone == pytest.approx(size * 15 / 16 / node.between.rate, rel=0.05)
     assert inside < both < alone
     assert links.seconds("all_reduce", size, range(8), node) == pytest.approx(2 * inside, rel=0.05)
     # What is small goes over a tree.
-    ring = 2 * (8 * 63 * node.inside.ring_s)
-    assert links.seconds("all_reduce", 8, range(512), node) < ring
+    assert links.seconds("all_reduce", 8, range(512), node) < 2 * (8 * 63 * node.inside.ring_s)
     assert links.seconds("all_gather", size, [3], node) == 0
 
 
@@ -173,6 +169,9 @@ def test_devices_are_whole(name):
     rates = [device.matmul_rate("bfloat16", size) for size in (1, 64, 128, 1024, 4096, 1 << 20)]
     assert rates == sorted(rates)
     assert rates[-1] <= device.flops["bfloat16"]
+    # Accelerators hide communication, and take no longer for any kind.
+    hides = (device.speed_beside_communication, device.is_host, dict(device.node.factors)) == (1.0, False, {})
+    assert hides == (name != "cpu")
 
 
 def test_many_devices_compute_as_the_slowest_of_them():
@@ -182,20 +181,12 @@ def test_many_devices_compute_as_the_slowest_of_them():
     # The mean of the lowest of n normally distributed numbers, in standard deviations, from tables.
     for count, lowest in ((2, 0.564), (8, 1.424), (100, 2.508)):
         assert device.pace(count) == pytest.approx(1 - 0.05 / 2.847 * lowest, abs=5e-4)
-    product = Operation("aten.mm.default", 2 * 8192**3, 0, ((8192, 8192), (8192, 8192)), torch.bfloat16, None)
-    product = replace(product, writes=((0, 0),))
-    one, many = (play([trace(0, product)], Degrees(dp_shard=ranks), device)[0].seconds for ranks in (1, 512))
+    shapes = ((8192, 8192), (8192, 8192))
+    product = Operation("aten.mm.default", 2 * 8192**3, 0, shapes, torch.bfloat16, None, (), ((0, 0),))
+    one, many = (seconds(product, degrees=Degrees(dp_shard=ranks), device=device) for ranks in (1, 512))
     assert many / one == pytest.approx(1 / device.pace(512), rel=1e-3)
     # Memory is as fast on all.
-    assert seconds(trace(0, kernel(3, writes=(0,)))) == pytest.approx([3.0], abs=1e-6)
-
-
-def test_products_of_groups_are_counted_by_the_rows_of_each():
-    rows, weights = torch.empty(64, 8), torch.empty(4, 8, 16)
-    given = torch.empty(64, 16)
-    operator = torch.ops.aten._grouped_mm.default
-    assert arithmetic(operator, (rows, weights), {}, given) == 2 * 64 * 8 * 16
-    assert arithmetic(operator, (rows.t(), given), {}, weights) == 2 * 64 * 8 * 16
+    assert seconds(kernel(3), degrees=Degrees(dp_shard=512), device=device) == pytest.approx(3.0, abs=1e-6)
 
 
 def test_a_device_of_ones_own(tmp_path):
@@ -211,7 +202,11 @@ def test_a_device_of_ones_own(tmp_path):
 
 
 def test_the_roofline():
-    device: Device = find_device("a100-80gb")
+    rows, weights, given = torch.empty(64, 8), torch.empty(4, 8, 16), torch.empty(64, 16)
+    operator = torch.ops.aten._grouped_mm.default
+    assert arithmetic(operator, (rows, weights), {}, given) == 2 * 64 * 8 * 16
+    assert arithmetic(operator, (rows.t(), given), {}, weights) == 2 * 64 * 8 * 16
+    device = find_device("a100-80gb")
     product = functools.partial(Operation, "aten.mm.default", bytes=0, dtype=torch.bfloat16, call=None)
     square, column = (8192, 8192), (8192, 1)
     large = product(flops=2 * 8192**3, shapes=(square, square), reads=((0, 1 << 28),), writes=((1, 1 << 27),))
@@ -223,3 +218,85 @@ def test_the_roofline():
         groups = product(flops=2 * 8192 * 2048 * 4096, shapes=shapes, reads=((0, 1),), writes=((1, 1),))
         expected = 2 * 8192 * 2048 * 4096 / device.matmul_rate("bfloat16", 512)
         assert kernels.seconds(groups, device) == pytest.approx(expected)
+
+
+# -- traced steps
+
+
+FAST, SLOW = 1e15, 1e4
+"""Bytes a second."""
+
+
+def played(layout: Layout, *bandwidths: float) -> tuple[list[Trace], list[list[Timeline]]]:
+    """All stages' first ranks, on links without latency of each bandwidth."""
+    degrees: Degrees = layout.job().degrees
+    each = degrees.world_size // degrees.pp
+    traces = [planned(layout, stage * each) for stage in range(degrees.pp)]
+    lines = []
+    for bandwidth in bandwidths:
+        free = {"bandwidth": bandwidth, "efficiency": 1.0, "ring_s": 1e-12, "tree_s": 1e-12}
+        link = H100.node.inside.model_copy(update=free)
+        node = {"inside": link, "between": link, "ring_begin_s": 1e-12, "tree_begin_s": 1e-12}
+        lines.append(play(traces, degrees, H100.model_copy(update={"node": H100.node.model_copy(update=node)})))
+    return traces, lines
+
+
+COMMUNICATE = [
+    Layout("fsdp2", 2),
+    Layout("ddp", 2, {}, {"engine": "bucketed"}),
+    Layout("fsdp2", 4, {"tp_size": 2}, {"sequence_parallel": True}),
+    Layout("fsdp2", 2, {"cp_size": 2}),
+    Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+    Layout("fsdp2", 2, {"pp_size": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    "layout", [COMMUNICATE[0], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMUNICATE[1:])], ids=str
+)
+def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layout):
+    traces, (fast, slow) = played(layout, FAST, SLOW)
+    for trace, quickly, slowly in zip(traces, fast, slow, strict=True):
+        # Small blocks of three streams, and one workspace.
+        assert trace.peak.bytes <= reserved(trace) <= trace.peak.bytes + 3 * (LARGE_GRANULE + (2 << 20))
+        assert reserved(trace, workspace=LARGE_GRANULE) == reserved(trace) + LARGE_GRANULE
+        sent = [span for span in slowly.spans if span.stream not in (COMPUTE, GATHER, REDUCE)]
+        assert len(sent) == len([call for call in trace.collectives if call.kind != "recv"])
+        carried = max(slowly.busy(span.stream) for span in sent)
+        assert quickly.seconds < carried <= slowly.seconds
+        assert quickly.busy() == pytest.approx(slowly.busy())
+    if len(traces) == 1:
+        # Of no cost, messages do not hold up the host, which issues such small operators more slowly than they run.
+        issued = [each.call is not None or kernels.is_kernel(each) for each in traces[0].operations]
+        host = H100.cpu_s * (sum(issued) + 0.2 * (len(issued) - sum(issued)))
+        assert fast[0].seconds == pytest.approx(host, rel=0.05)
+    else:
+        # Stages wait for each other: each microbatch crosses the boundary and comes back.
+        alone = max(line.busy() for line in slow)
+        assert min(line.seconds for line in slow) > alone + 2 * 2 * 2 * 16 * 64 * 8 / SLOW / 2
+
+
+def test_memory_of_streams_is_what_was_gathered_and_reduced():
+    trace = planned(Layout("fsdp2", 2), 0)
+    found = streams(trace.operations)
+    sizes = dict[int, int]()
+    for block, change in trace.log:
+        sizes[block] = max(sizes.get(block, 0), change)
+    calls = {kind: [c for c in trace.collectives if c.kind == kind] for kind in ("all_gather", "reduce_scatter")}
+    gathered = [sizes[block] for block, stream in found.items() if stream == GATHER]
+    reduced = [sizes[block] for block, stream in found.items() if stream == REDUCE]
+    assert gathered == [-(-call.bytes // 512) * 512 for call in calls["all_gather"]]
+    assert reduced == [-(-call.bytes // call.ranks // 512) * 512 for call in calls["reduce_scatter"]]
+
+
+def test_parts_of_a_block_that_are_put_together_are_all_read():
+    whole, meter = torch.ones(8, 64), StepMeter()
+    parts = whole.split(2)
+    meter.see([whole])
+    made = torch.cat(parts, 1)
+    meter.see([made])
+    reads, writes = touched(meter, torch.ops.aten.cat.default, (list(parts), 1), {}, made)
+    assert [size for _, size in reads] == [size for _, size in writes] == [whole.nbytes]
+    # Twice the same is read once.
+    reads, _ = touched(meter, torch.ops.aten.mul.Tensor, (whole, whole), {}, made)
+    assert [size for _, size in reads] == [whole.nbytes]

@@ -198,8 +198,7 @@ def _recommended(
     run_out: Path | None,
     pictures: tuple[Path | None, Path | None],
 ) -> None:
-    from ..plan.search.recommend import recommend, write_run
-    from ..plan.search.recommend_report import tables
+    from ..plan.search.recommend import recommend, tables, write_run
 
     found = recommend(run_file, assignments, gpus, device, **wishes)
     show(tables(found))

@@ -53,7 +53,7 @@ def train(
         with uncollected():
             if not started_by_launcher():
                 check_model(config)
-            from ..plan.beside.comparison import accompany
+            from ..plan.comparison import accompany
             from ..train.start import start
 
         startup.end("imports and run file")
@@ -67,7 +67,7 @@ def _plan_only(config: RunConfig) -> None:
     Raises:
         MeshwrightError: what is wrong with the run.
     """
-    from ..plan.beside.comparison import plan_of
+    from ..plan.comparison import plan_of
     from ..plan.report import tables
     from ..train.plan import processes
 

@@ -1,4 +1,4 @@
-"""What is asked of a plan, and what can be told of it without torch."""
+"""The run file that a plan is of, and its layout; without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_END = 2**31 - 1
 
 
 def read_job(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
-    """The values of a run file, which need not say how long the run is.
+    """Return the values of a run file, which need not say how long the run is.
 
     Raises:
         ConfigError: the file or an assignment cannot be read.
@@ -28,7 +28,7 @@ def read_job(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def laid_out(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
-    """A run's strategies and mesh on so many ranks, and the sequences of a microbatch.
+    """Return a run's strategies, its mesh on so many ranks, and the sequences of a microbatch.
 
     Raises:
         MeshwrightError: as training does.

@@ -1,14 +1,13 @@
-"""What a large job holds, sends and takes, from smaller ones that are otherwise the same.
+"""What a large job holds, sends and takes, extrapolated from smaller jobs that are otherwise the same.
 
-Blocks are alike, and so are microbatches behind the first: what a rank holds and sends grows by the same for each
-block, for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in
-both ways whether it is so; where it is not (blocks differ, or another part of the step would hold the most), the job
-is traced as it is. Seconds grow by nearly the same: what the check shows to be off is taken to grow with the blocks.
-What an allocator reserves beyond the peak differs from job to job, too: where the two largest tell no growth, the
-most of all is taken.
+Blocks are alike, and so are microbatches after the first: what a rank holds and sends grows by the same for each block,
+for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in both checks
+it; where the check fails (blocks differ, or another part of the step holds the most), the job is traced as it is.
+Seconds grow nearly evenly: what the check shows to be off is taken to grow with the blocks. What an allocator reserves
+beyond the peak varies from job to job: where the two largest show no growth, the most of all is taken.
 
-[Note: frames] Of n numbers, n + 1 points that tell all that is linear in them: its value anywhere is the sum of their
-values with weights whose sum is 1.
+[Note: frames] n + 1 points determine all that is linear in n numbers: its value anywhere is a sum of its values at the
+points, with weights whose sum is 1.
 """
 
 from __future__ import annotations
@@ -17,35 +16,35 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
-Numbers = tuple[int, ...]
-Point = tuple[Numbers, Numbers]
-"""How large a job is: blocks (of each part of the model), and microbatches (and what else is counted beside them)."""
-Report = dict[str, Any]
-Terms = Sequence[tuple[Fraction, Any]]
-"""Values with their weights."""
+Numbers: TypeAlias = tuple[int, ...]
+Point: TypeAlias = tuple[Numbers, Numbers]
+"""Size of a job: blocks (of each part of the model), and microbatches (and what else is counted)."""
+Report: TypeAlias = dict[str, Any]
+Terms: TypeAlias = Sequence[tuple[Fraction, Any]]
+"""Weights and values."""
 
 DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
-"""Blocks of the models that are traced, the last of each to check; even, since some models alternate. The next where
-one does not tell: in a shallow model the peak may lie elsewhere."""
+"""Blocks of the models that are traced, the last of each to check; even, since some models alternate. The deeper ones
+are tried next, since in a shallow model the peak may lie elsewhere."""
 MICROBATCHES = (2, 3, 4)
-"""Likewise; the first alone is not as the others are."""
+"""Likewise; the first microbatch differs from the others."""
 PEAK, PHASES, RESERVED = "peak_allocated_bytes", "peak_by_phase", "peak_reserved_bytes"
 NEARLY = (RESERVED, "step_seconds", "busy_seconds", PHASES)
-"""What need not grow evenly; of parts of a step those in which less is held."""
+"""Values that need not grow evenly."""
 
 
 class NotLinear(Exception):
-    """Small jobs do not tell what a large one does."""
+    """Small jobs do not determine a large one."""
 
 
 @dataclass(frozen=True)
 class Net:
-    """Small jobs that tell what larger ones do; see [Note: frames].
+    """Small jobs that determine larger ones; see [Note: frames].
 
     Attributes:
-        blocks, microbatches: a frame each; of one point: what all have.
+        blocks, microbatches: a frame each; a single point if all jobs have the same number.
         check: a job that is larger than those of the frames.
     """
 
@@ -59,15 +58,11 @@ class Net:
 
     @property
     def points(self) -> list[Point]:
-        """All that is to be traced."""
+        """All jobs to trace."""
         return list(dict.fromkeys([*self.corners, self.check]))
 
     def at(self, point: Point, found: Mapping[Point, Report]) -> Report:
-        """What follows for a job.
-
-        Args:
-            found: numbers, texts, and mappings and lists of these, of each of `points`; what the check does not have
-                is not checked.
+        """Return the report of a job from those of `points`; keys that the check lacks are not checked.
 
         Raises:
             NotLinear: the check fails, or the job is out of reach.
@@ -76,11 +71,13 @@ class Net:
         if not are_alike(told, checked):
             raise NotLinear
         made = self.between(point, found)
-        beyond = self._beyond(point)
+        last = max(map(sum, self.blocks))
+        step = sum(self.check[0]) - last
+        # How far the job lies behind the frame of blocks, where the check lies at 1.
+        beyond = max(Fraction(0), Fraction(sum(point[0]) - last, step)) if step else Fraction(0)
         for key in NEARLY:
             if key in checked and key != RESERVED:
-                terms = (Fraction(1), made[key]), (-beyond, told[key]), (beyond, checked[key])
-                made[key] = nearly_combined(terms)
+                made[key] = nearly_combined(((Fraction(1), made[key]), (-beyond, told[key]), (beyond, checked[key])))
         if made[PEAK] != max(made[PHASES].values()):
             raise NotLinear
         if RESERVED in made:
@@ -88,36 +85,26 @@ class Net:
         return made
 
     def _spare(self, point: Point, found: Mapping[Point, Report]) -> int:
-        """What an allocator reserves beyond the peak."""
         spare = {each: found[each][RESERVED] - found[each][PEAK] for each in self.points}
-        last, most = self.corners[-1], max(spare.values())
+        last = self.corners[-1]
         step, beyond = (sum(each[0]) - sum(from_[0]) for each, from_ in ((self.check, last), (point, self.check)))
         growth = (spare[self.check] - spare[last]) / step if step > 0 else 0
-        return int(max(most, spare[self.check] + growth * beyond))
+        return int(max(*spare.values(), spare[self.check] + growth * beyond))
 
     def between(self, point: Point, found: Mapping[Point, Report]) -> Report:
-        """As `at`, without the check."""
-        pairs = itertools.product(weights(self.blocks, point[0]), weights(self.microbatches, point[1]))
+        """Return the report of a job as `at` does, without the check."""
+        pairs = itertools.product(_weights(self.blocks, point[0]), _weights(self.microbatches, point[1]))
         return mixed([(one * other, found[corner]) for (one, other), corner in zip(pairs, self.corners, strict=True)])
-
-    def _beyond(self, point: Point) -> Fraction:
-        """How far it lies behind the frame of blocks, where the check lies at 1."""
-        last = max(map(sum, self.blocks))
-        step = sum(self.check[0]) - last
-        return max(Fraction(0), Fraction(sum(point[0]) - last, step)) if step else Fraction(0)
 
 
 def at_full_size(
     found: Callable[[Sequence[Point]], Mapping[Point, Report]], layers: int | None, microbatches: int
 ) -> Report | None:
-    """What a step on many blocks and microbatches is, as far as it follows from few.
+    """Return the report of a step on many blocks and microbatches; None if few do not determine it, or are not fewer.
 
     Args:
-        found: of steps with (blocks,), (microbatches,).
-        layers: blocks of the model; None: they cannot be changed, and are not asked for.
-
-    Returns:
-        None where it does not follow, or where few are not fewer.
+        found: returns the reports of steps of size (blocks,), (microbatches,).
+        layers: blocks of the model; None: they cannot be changed.
     """
     wanted = (() if layers is None else (layers,), (microbatches,))
     for net in _nets(layers, microbatches):
@@ -132,9 +119,9 @@ def _nets(layers: int | None, microbatches: int) -> list[Net]:
     few: Sequence[int] = MICROBATCHES if microbatches > MICROBATCHES[-1] else [microbatches]
     counts, last = tuple((each,) for each in few[:2]), (few[-1],)
     nets = [
-        Net(((depths[0],), (depths[1],)), counts, ((depths[2],), last))
-        for depths in DEPTHS
-        if layers is not None and layers > sum(depths)
+        Net(((small,), (more,)), counts, ((check,), last))
+        for small, more, check in DEPTHS
+        if layers is not None and layers > small + more + check
     ]
     if microbatches > sum(MICROBATCHES):
         own = () if layers is None else (layers,)
@@ -142,19 +129,19 @@ def _nets(layers: int | None, microbatches: int) -> list[Net]:
     return nets
 
 
-def weights(frame: Sequence[Numbers], point: Numbers) -> list[Fraction]:
-    """With which a point is the sum of those of a frame; see [Note: frames].
+def _weights(frame: Sequence[Numbers], point: Numbers) -> list[Fraction]:
+    """Return the weights with which `point` is a sum of the frame's points; see [Note: frames].
 
     Raises:
-        NotLinear: it lies elsewhere than the only point of the frame.
+        NotLinear: the frame is a single other point.
     """
     if len(frame) == 1:
         if frame[0] != point:
             raise NotLinear
         return [Fraction(1)]
+    # Gauss-Jordan elimination of [1 ... 1 | 1] and a row for each coordinate.
     rows = [[Fraction(1)] * (len(frame) + 1)]
     rows += [[Fraction(number) for number in numbers] for numbers in zip(*frame, point, strict=False)]
-    rows = [list(row) for row in rows]
     for place in range(len(frame)):
         pivot = next(row for row in rows[place:] if row[place])
         rows.remove(pivot)
@@ -166,19 +153,19 @@ def weights(frame: Sequence[Numbers], point: Numbers) -> list[Fraction]:
 
 
 def mixed(terms: Sequence[tuple[Fraction, Report]]) -> Report:
-    """The sum of reports: to the last digit, but for what need not grow evenly.
+    """Return the weighted sum of reports: exact, except for `NEARLY`.
 
     Raises:
-        NotLinear: see `combined`.
+        NotLinear: see `_combined`.
     """
     return {
-        key: (nearly_combined if key in NEARLY else combined)([(factor, report[key]) for factor, report in terms])
+        key: (nearly_combined if key in NEARLY else _combined)([(factor, report[key]) for factor, report in terms])
         for key in terms[0][1]
     }
 
 
 def are_alike(one: Report, other: Report, *, within: int = 0) -> bool:
-    """Whether two reports are the same in all that grows evenly; numbers up to so much."""
+    """Return whether two reports agree in all that grows evenly, numbers up to `within`."""
     keys = one.keys() | other.keys()
     return all(_is_like(one[key], other[key], within) for key in keys if key not in NEARLY)
 
@@ -191,11 +178,11 @@ def _is_like(one: Any, other: Any, within: int) -> bool:
     return bool(one == other or (type(one) is type(other) is int and abs(one - other) <= within))
 
 
-def combined(terms: Terms) -> Any:
-    """The sum of values, to the last digit.
+def _combined(terms: Terms) -> Any:
+    """Return the exact weighted sum of values.
 
     Raises:
-        NotLinear: they are not alike in kind, or their sum is no whole number.
+        NotLinear: their kinds differ, or the sum is no integer.
     """
     values = [value for _, value in terms]
     first = values[0]
@@ -206,23 +193,19 @@ def combined(terms: Terms) -> Any:
         if total.denominator == 1:
             return int(total)
     elif all(isinstance(value, dict) for value in values):
-        return _combined_by_name(terms)
+        # What one does not name is 0, and what is 0 is not named.
+        names = dict.fromkeys(name for value in values for name in value)
+        everywhere = {name for name in names if all(name in value for value in values)}
+        made = {name: _combined([(factor, value.get(name, 0)) for factor, value in terms]) for name in names}
+        return {name: value for name, value in made.items() if name in everywhere or value}
     elif all(isinstance(value, list) and len(value) == len(first) for value in values):
         factors = [factor for factor, _ in terms]
-        return [combined(list(zip(factors, row, strict=True))) for row in zip(*values, strict=True)]
+        return [_combined(list(zip(factors, row, strict=True))) for row in zip(*values, strict=True)]
     raise NotLinear
 
 
-def _combined_by_name(terms: Terms) -> dict[str, Any]:
-    """Of numbers by name, what one does not name is 0, and what is 0 is not named."""
-    names = dict.fromkeys(name for _, value in terms for name in value)
-    everywhere = {name for name in names if all(name in value for _, value in terms)}
-    made = {name: combined([(factor, value.get(name, 0)) for factor, value in terms]) for name in names}
-    return {name: value for name, value in made.items() if name in everywhere or value}
-
-
 def nearly_combined(terms: Terms) -> Any:
-    """The sum of values, as far as numbers with a point go; what one does not have is 0."""
+    """Return the weighted sum of values in floating point; what one lacks is 0."""
     first = terms[0][1]
     if isinstance(first, dict):
         return {key: nearly_combined([(factor, value.get(key, 0.0)) for factor, value in terms]) for key in first}

@@ -1,7 +1,6 @@
-"""What a device computes, and what the links between devices carry: files in `devices/`, or one of the user's own.
+"""Devices and the links between them, from files in `devices/` or of the user; each file names its `sources`.
 
-Rates are per second, in floating-point operations and in bytes; times are in seconds. Each file says under `sources`
-where its figures are from, and which of them are assumed.
+Rates are per second, in floating-point operations and in bytes; times are in seconds.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(gt=0, le=1)]
 Speed = Annotated[float, Field(ge=0, le=1)]
 RANGE_OF_EIGHT = 2.847
-"""Of eight normally distributed numbers: the mean of the highest less the lowest, in standard deviations."""
+"""Mean range of eight normally distributed numbers, in standard deviations."""
 
 
 class Link(FrozenModel):
-    """What joins devices of one level."""
+    """A link between devices."""
 
     bandwidth: Positive = Field(description="Bytes a second that one device sends, while it receives as many.")
     efficiency: Part = Field(description="The part of it that large messages reach.")
@@ -39,7 +38,7 @@ class Link(FrozenModel):
 
 
 class Node(FrozenModel):
-    """Devices in one machine, and machines beside each other."""
+    """A machine with its devices, and its links to others."""
 
     ranks: int = Field(ge=1, description="Devices in a node; ranks fill nodes in their order.")
     inside: Link = Field(description="Between devices of a node: NVLink, PCIe.")
@@ -54,7 +53,7 @@ class Node(FrozenModel):
 
 
 class Device(FrozenModel):
-    """One kind of accelerator, with the nodes that it stands in."""
+    """One kind of accelerator and the nodes that it is in."""
 
     name: str
     memory_bytes: int = Field(gt=0)
@@ -97,27 +96,22 @@ class Device(FrozenModel):
 
     @property
     def library_bytes(self) -> int:
-        """Workspaces of cuBLAS in a training process: forward's thread and autograd's have a handle each.
+        """Bytes of cuBLAS workspaces in a training process: forward's thread and autograd's have a handle each.
 
-        Source: aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.11 (one workspace for each handle and stream; 32 MiB
-        on Hopper and Blackwell, 8.125 MiB before). On an H200 peaks were 64 MiB above those of tensors alone.
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.11; on an H200 peaks were 64 MiB above those of
+        tensors alone.
         """
         return 2 * self.workspace_bytes
 
     def pace(self, count: int) -> float:
-        """Of the slowest of so many devices, of that of one; see `spread`.
+        """Return the speed of the slowest of `count` devices by that of one; see `spread`.
 
-        Rates are taken as normally distributed; the mean of the lowest of them is Blom's estimate.
+        Speeds are taken as normally distributed; the mean of the lowest is Blom's estimate.
         """
         return 1 - self.spread / RANGE_OF_EIGHT * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
     def matmul_rate(self, dtype: str, smallest: int) -> float:
-        """Operations a second of a product.
-
-        Args:
-            dtype: one of `flops`, such as "bfloat16".
-            smallest: of the three sizes of the product.
-        """
+        """Return the operations a second of a product in a dtype of `flops`, by the `smallest` of its three sizes."""
         classes = self.matmul_efficiency[dtype]
         below = [size for size in classes if size <= smallest]
         least = min(classes)
@@ -126,18 +120,15 @@ class Device(FrozenModel):
 
 
 def devices() -> list[str]:
-    """Names of the devices that come with the package."""
+    """Return the names of the devices that come with the package."""
     return sorted(path.stem for path in DEVICES.glob("*.yaml"))
 
 
 def find_device(name: str) -> Device:
-    """A device that comes with the package, or that of a file.
-
-    Args:
-        name: one of `devices`, or the path of a YAML file, which ends in ".yaml" or ".yml".
+    """Return a device by its name in `devices`, or by the path of its YAML file (".yaml" or ".yml").
 
     Raises:
-        ConfigError: there is no such device or file, or it does not say what a device is.
+        ConfigError: there is no such device or file, or the file is not valid.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else DEVICES / f"{name}.yaml"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What a run file asks for, as far as it can be planned: without data, weights or network."""
+"""The job that a run file asks for, without its data, weights or network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .trace import Job
 
 
 def job_of(config: RunConfig, world_size: int) -> Job:
-    """What a run would do on so many ranks.
+    """Return what a run would do on so many ranks.
 
     Raises:
         MeshwrightError: what `train` would find wrong with it.
@@ -31,7 +31,11 @@ def job_of(config: RunConfig, world_size: int) -> Job:
     steps = config.steps or 1
     try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
     found = find_model(config.model)
-    hf_config = _hf_config(config, found)
+    if found.directory is None and "vocab_size" not in config.model:
+        # The tokenizer has the number.
+        hf_config = data_and_model_config(config, found)[1]
+    else:
+        hf_config = model_config(config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory)
     make = functools.partial(_model, found, hf_config, found.dtype(config.model))
     return Job(
         stack,
@@ -49,13 +53,6 @@ def job_of(config: RunConfig, world_size: int) -> Job:
         is_compiled=bool(getattr(stack.inner.config, "enable_compile", False)),
         chunked=("tp",) if getattr(stack.inner.config, "enable_async_tensor_parallel", False) else (),
     )
-
-
-def _hf_config(config: RunConfig, found: RunModel) -> Any:
-    if found.directory is None and "vocab_size" not in config.model:
-        # The tokenizer has the number.
-        return data_and_model_config(config, found)[1]
-    return model_config(config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory)
 
 
 def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Whose memory it is that a step holds at its peak, and which operator makes the peak.
+"""What holds memory at the peak of a step, and which operator makes the peak.
 
 [Note: owners] A block belongs to the first of these that holds:
     parameters      of the model on this rank, its shards
@@ -7,14 +7,11 @@
     gathered        memory that was resized while the meter ran, as FSDP does for what it gathers
     communication   what a collective reads or writes, and was made for that: by a collective, or empty
     activations     made in a forward
-    temporary       made in a backward, or by the optimizer
+    temporary       made in a backward (recomputed activations included), or by the optimizer
     other           made before: buffers, batches
-Recomputed activations are made in a backward.
 
-What no operator has made is not counted in a step: a backend's own buffers, which gloo copies results from.
-
-All changes of sizes within a step are written down, so what was held at the peak is found afterwards, when it is known
-what has become of each block.
+Memory that no operator has made is not counted in a step, such as buffers that gloo copies results from. All changes of
+sizes in a step are logged, so owners at the peak are determined afterwards, when the use of each block is known.
 """
 
 from __future__ import annotations
@@ -37,21 +34,11 @@ from ..testing.collectives import NAMESPACES
 from ..testing.meter import Block, Meter, storage_of
 from ..testing.observe import Observer, name_of
 
-OWNERS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "activations",
-    "communication",
-    "temporary",
-    "other",
-)
+OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "temporary", "other")
 LIBRARIES = "libraries"
-"""What workspaces of libraries have in a plan; operators do not tell of them."""
+"""Owner of workspaces of libraries in a plan, which operators do not show."""
 ROUND_TO = 512
-"""What CUDA's allocator counts memory in, in bytes."""
-
+"""Multiple of bytes in which CUDA's allocator counts memory."""
 _MAKES_OF_NUMBERS = "aten.lift_fresh"
 _NEW_EMPTY = torch.ops.aten.new_empty.default
 _MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
@@ -59,14 +46,8 @@ _MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of a rank at one moment of a step.
-
-    Attributes:
-        bytes: in all.
-        owners: bytes by owner; see [Note: owners].
-        operator: the one that has made it so much.
-        activations: bytes of these by the module that made them, numbers of blocks left out.
-        phases: the most bytes in each part of the step, of a peak.
+    """Bytes of a rank at one moment, by owner; `operator` made it so much. For a peak also those of activations by the
+    module that made them, without numbers of blocks, and the most in each part of the step.
     """
 
     bytes: int
@@ -77,17 +58,17 @@ class Held:
 
 
 class StepMeter(Meter, UncompiledMode):
-    """Writes down what happens to memory in a step; where nothing is compiled.
+    """Log what happens to memory in a step; nothing is compiled meanwhile.
 
     Args:
-        is_real: whether collectives happen, whose tensors may be in use for a moment longer than is planned.
+        is_real: whether collectives run, whose tensors may be in use for a moment longer than is planned.
 
     Attributes:
-        after: sees each operation, too, once its memory is written down: one mode for both.
-        log: (block, change in bytes) in their order, since `begin`, what was held then first.
-        phase: whose memory is made now, where no rule of [Note: owners] before "activations" holds.
-        module: which module's forward runs now.
-        peaks: the most that was held in each `step_phase`.
+        after: observer of each operation once its memory is logged: one mode for both.
+        log: (block, change in bytes) since `begin`, beginning with what was held then.
+        phase: owner of new memory to which no rule of [Note: owners] before "activations" applies.
+        module: name of the module whose forward runs.
+        peaks: the most bytes in each `step_phase`.
     """
 
     def __init__(self, *, is_real: bool = False) -> None:
@@ -110,22 +91,29 @@ class StepMeter(Meter, UncompiledMode):
 
     @property
     def logged(self) -> int:
-        """Entries of `log`."""
+        """Length of `log`."""
         return len(self._blocks)
 
+    @property
+    def step_phase(self) -> str:
+        """The current part of the step: "forward", "backward" or "optimizer"."""
+        if self.phase == "activations":
+            return "backward" if in_backward() else "forward"
+        return "optimizer"
+
     def begin(self) -> None:
-        """Forget what was: a step begins."""
+        """Begin a step: forget what happened before."""
         self._blocks = array("q", (block.number for block in self.live.values()))
         self._changes = array("q", (block.size for block in self.live.values()))
         self.peak, self._peak_at, self._operator = self.total, len(self._blocks), ""
         self.peaks = {}
-        alive = {block.number for block in self.live.values()}
+        alive = set(self._blocks)
         self._made = {number: owner for number, owner in self._made.items() if number in alive}
         self._forwards = {number: module for number, module in self._forwards.items() if number in alive}
         self._empty &= alive
 
     def own(self, tensors: Iterable[Tensor], owner: str) -> None:
-        """Say whose these are; the first word holds."""
+        """Set the owner of tensors that have none yet."""
         tensors = list(tensors)
         self.see(tensors)
         for tensor in tensors:
@@ -139,7 +127,7 @@ class StepMeter(Meter, UncompiledMode):
         return self.dispatched(func, types, args, kwargs)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        # Parts of nothing, of which there may be one for each rank, are left out.
+        # Empty tensors, of which there may be one for each rank, are left out.
         if operation is not _NEW_EMPTY or result.numel():
             self._write_down(operation, args, kwargs, result)
         if self.after is not None:
@@ -171,7 +159,6 @@ class StepMeter(Meter, UncompiledMode):
             super().take_up(storage)
 
     def _note_foreign(self, given: Iterable[Tensor]) -> None:
-        """What an operator is given, and none has made."""
         for tensor in given:
             if tensor.layout is torch.strided and not is_on_meta(tensor):
                 storage = storage_of(tensor)
@@ -187,11 +174,11 @@ class StepMeter(Meter, UncompiledMode):
             self._made[block.number] = "temporary" if is_backward else self.phase
             self._forwards[block.number] = self.module
         elif block.size == change > 0:
-            # It was there, and had no memory.
+            # It existed, and had no memory.
             self._made[block.number] = "gathered"
 
     def _note_messages(self, values: Any, *, always: bool) -> None:
-        """What a collective passes was made for it, where it was made empty, or by the collective."""
+        """Note what was made for a collective: empty tensors, or with `always` all of them."""
         for tensor in tensors_in(values):
             if tensor.layout is torch.strided and not is_on_meta(tensor):
                 block = self.live.get(id(storage_of(tensor)))
@@ -201,35 +188,27 @@ class StepMeter(Meter, UncompiledMode):
                     self._made[block.number] = "communication"
 
     def at_peak(self) -> Held:
-        activations = self._activations(self._peak_at)
-        return Held(self.peak, self._owners(self._peak_at), self._operator, activations, dict(self.peaks))
+        owners, activations = self._owners(self._peak_at)
+        return Held(self.peak, owners, self._operator, activations, dict(self.peaks))
 
     def now(self) -> Held:
-        return Held(self.total, self._owners(len(self._blocks)), "")
-
-    @property
-    def step_phase(self) -> str:
-        """Of the step, now: "forward", "backward" or "optimizer"."""
-        if self.phase == "activations":
-            return "backward" if in_backward() else "forward"
-        return "optimizer"
+        return Held(self.total, self._owners(len(self._blocks))[0], "")
 
     def owners(self) -> dict[int, str]:
-        """Whose each block is that `log` names."""
+        """Return the owner of each block in `log`."""
         return {number: self._owner(number) for number in self._blocks}
 
     def _owner(self, number: int) -> str:
         return self._owned.get(number) or self._made.get(number, "other")
 
-    def _owners(self, until: int) -> dict[str, int]:
+    def _owners(self, until: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes of each owner, and those of activations by module, after `until` changes."""
         held: Counter[str] = Counter()
+        modules: Counter[str] = Counter()
         for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
-            held[self._owner(number)] += change
-        return {owner: held[owner] for owner in OWNERS if held[owner]}
-
-    def _activations(self, until: int) -> dict[str, int]:
-        held: Counter[str] = Counter()
-        for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
-            if self._made.get(number) == "activations" and number not in self._owned:
-                held[self._forwards[number]] += change
-        return {module: size for module, size in sorted(held.items()) if size}
+            owner = self._owner(number)
+            held[owner] += change
+            if owner == "activations":
+                modules[self._forwards[number]] += change
+        owners = {owner: held[owner] for owner in OWNERS if held[owner]}
+        return owners, {module: size for module, size in sorted(modules.items()) if size}

@@ -1,8 +1,8 @@
-"""FLOPs of a model for each token, counted where it is traced and not taken from a formula.
+"""FLOPs of a model for each token, counted on its trace and not taken from a formula.
 
 [Note: model FLOPs] What the model needs and no layout adds: the products of forward and backward of a row of the run's
-length, on one rank, without recomputation; for weights that are frozen no gradient, of experts those that are chosen.
-Of attention the pairs that act on each other, as it is traced: about half of all where it is causal (a mask is taken
+length, on one rank, without recomputation; no gradients of frozen weights, and only the experts that are chosen. Of
+attention the pairs that act on each other count, as it is traced: about half of all where it is causal (a mask is taken
 for the causal one), which formulas such as 6 N + 12 L H S count whole. Its backward has four products of each pair:
 fused kernels have a fifth, in which they compute the scores again. Norms, activations, the table of the embedding and
 the optimizer have no products.
@@ -26,28 +26,22 @@ from ..model.weights import is_meta
 from ..step.objective import Given
 from ..strategy.contract import Objective
 from ..strategy.stack import resolve
-from ..tensors.ops import with_values
 from ..testing.observe import Observer, name_of
 from .depth import DEPTHS
 from .planned import tracing
-from .trace import Job, NoValues, batch_of
+from .trace import Job, NoValues
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """See [Note: model FLOPs].
-
-    Attributes:
-        per_token: for each target of a row without masks; None: not known.
-        why_not: the reason then.
-    """
+    """FLOPs for each target of a row without masks, or None and why they are not known; see [Note: model FLOPs]."""
 
     per_token: float | None
     why_not: str = ""
 
 
 def model_flops(job: Job, objective: Objective | None = None) -> ModelFlops:
-    """What the model of a job needs for each token, whatever its layout.
+    """Return what the model of a job needs for each token, whatever its layout.
 
     Args:
         objective: of the run, which is counted as the token loss: what it adds is no product.
@@ -63,7 +57,7 @@ def model_flops(job: Job, objective: Objective | None = None) -> ModelFlops:
 
 
 def _counts_tokens(given: Given) -> bool:
-    """Whether what an objective is divided by is the number of targets, as far as a few rows tell."""
+    """Return whether an objective is divided by the number of targets, as far as a few rows tell."""
     ids = torch.ones((given.rows, 4), dtype=torch.int64)
     try:
         return given.count([{"input_ids": ids, "labels": ids}]) in (None, given.rows * 3)
@@ -72,29 +66,21 @@ def _counts_tokens(given: Given) -> bool:
 
 
 def _of_row(job: Job) -> int:
-    """FLOPs of forward and backward of a row: from few blocks, where these tell it."""
-    make, layers = job.with_layers, job.layers
-
-    @functools.cache
-    def of(blocks: int) -> int:
-        return _traced(job if make is None else replace(job, model=functools.partial(make, blocks)))
-
+    of = functools.cache(lambda blocks: _traced(job.at_depth(blocks)))
     for first, second, check in DEPTHS:
-        if make is None or layers <= first + second + check:
+        if job.with_layers is None or job.layers <= first + second + check:
             break
         growth = (of(second) - of(first)) / (second - first)
         if of(second) + growth * (check - second) == of(check):
-            return of(check) + round(growth * (layers - check))
+            return int(of(check)) + round(growth * (job.layers - check))
     return _traced(job)
 
 
 def _traced(job: Job) -> int:
     products = _Products()
     with tracing(job, 0) as mesh:
-        with with_values():
-            model = job.model()
-            batches = [batch_of(job, model)]
-            manager = job.stack.build(mesh)
+        model, manager = job.built(mesh)
+        batches = [job.batch(model)]
         module = manager.parallelize(model, NoValues() if is_meta(model) else None)
         module.register_forward_pre_hook(products.begin)
         with products:
@@ -103,14 +89,14 @@ def _traced(job: Job) -> int:
 
 
 class _Products(Observer):
-    """Sums up products, from the first forward on that a backward follows: the model may be tried before."""
+    """Sum of products from the first forward on that a backward follows: the model may be tried before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops, self._has_begun = 0, False
 
     def begin(self, *_: Any) -> None:
-        """Called before each forward."""
+        """Hook called before each forward."""
         self._has_begun = self._has_begun or torch.is_grad_enabled()
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.mesh import Mesh
+from ..mesh.sizes import Degrees
 from ..tensors.ops import with_values
 from ..testing.collectives import Collective
 from .allocator import reserved
 from .depth import Numbers, Point, at_full_size
 from .device import Device
 from .meter import LIBRARIES
-from .ranks import representatives
-from .small_pipelines import InStages, Tracer
-from .stages import from_small
+from .stages import InStages, Tracer, from_small
 from .time import Timeline, play, stage_ranks
-from .trace import Job, Operation, Trace, traces
+from .trace import Job, Trace, traces
 from .world import planned_world
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
@@ -30,11 +28,10 @@ def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[s
     """Trace some ranks of a job, and play their step on a device.
 
     Args:
-        ranks: None: those that stand for all. Of a pipeline, the stages that such a rank exchanges messages with are
-            traced too.
+        ranks: None: those that stand for all. The other stages of a pipeline are traced, too.
 
     Returns:
-        Plain values; bytes and seconds, each the largest over the ranks that were traced.
+        Plain values; bytes and seconds, each the largest over the traced ranks.
 
     Raises:
         MeshwrightError: as training does.
@@ -61,31 +58,42 @@ def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[s
 
 
 def fits(reserved_bytes: int, device: Device) -> bool:
-    """Whether a device has so much beside what torch's allocator does not know of."""
+    """Return whether a device has so much besides what torch's allocator does not know of."""
     return reserved_bytes <= device.memory_bytes - device.context_bytes
 
 
+def representatives(degrees: Degrees) -> list[int]:
+    """Return ranks, ascending, such that each other one is like one of them.
+
+    Stages differ in what they hold, so the first two, the middle one and the last two are taken. Along the other axes
+    ranks have equal parts, or the first has the most and the last the least.
+    """
+    of_stage = degrees.world_size // degrees.pp
+    stages = {stage for stage in (0, 1, degrees.pp // 2, degrees.pp - 2, degrees.pp - 1) if 0 <= stage < degrees.pp}
+    return sorted({*(stage * of_stage for stage in stages), degrees.world_size - 1})
+
+
 def trace_rank(job: Job, rank: int) -> Trace:
-    """The step of one rank of a job, which need not exist.
+    """Trace the step of one rank of a job, which need not exist.
 
     Raises:
-        MeshwrightError: as training does; or what runs looks at values that a plan does not have.
+        MeshwrightError: as training does; or the code reads values that a plan does not have.
     """
     return trace_steps(job, rank, [job.microbatches])[0]
 
 
 def trace_steps(job: Job, rank: int, counts: Sequence[int]) -> list[Trace]:
-    """As `trace_rank`, of a step with each number of microbatches, ascending."""
+    """Trace a step with each number of microbatches, ascending; see `trace_rank`."""
     with tracing(job, rank) as mesh:
         return traces(job, mesh, counts)
 
 
 @contextmanager
 def tracing(job: Job, rank: int) -> Iterator[Mesh]:
-    """A mesh on which a job is traced.
+    """Give a mesh on which a job is traced.
 
     Raises:
-        StrategyError: in the place of what is raised within and is no error of meshwright.
+        StrategyError: for any error raised within that is no error of meshwright.
     """
     # A mesh of its own: what is made once for a mesh belongs to the first job on it.
     with planned_mesh(job, rank) as mesh:
@@ -104,7 +112,7 @@ def tracing(job: Job, rank: int) -> Iterator[Mesh]:
 
 @contextmanager
 def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
-    """The mesh of a job on a rank of a planned world."""
+    """Give the mesh of a job on a rank of a planned world."""
     with planned_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
         with with_values():
             mesh = Mesh(job.degrees, world)
@@ -112,32 +120,21 @@ def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
 
 
 def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
-    """Of one rank; from fewer blocks and microbatches where that is enough."""
-    small = _Small(job, device, rank)
-    layers = job.layers if job.with_layers is not None and job.layers else None
-    return at_full_size(small.found, layers, job.microbatches) or _alone(trace_rank(job, rank), job, device)
+    """Report one rank; from fewer blocks and microbatches where these determine it."""
+    known: dict[Point, dict[str, Any]] = {}
 
-
-@dataclass(frozen=True)
-class _Small:
-    """Jobs that are alike but for their sizes, on one rank; each is traced once."""
-
-    job: Job
-    device: Device
-    rank: int
-    known: dict[Point, dict[str, Any]] = field(default_factory=dict)
-
-    def found(self, points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
-        """Reports of steps of so many blocks and microbatches."""
+    def found(points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
         missing: dict[Numbers, list[int]] = {}
-        for blocks, (count,) in sorted(set(points) - self.known.keys()):
+        for blocks, (count,) in sorted(set(points) - known.keys()):
             missing.setdefault(blocks, []).append(count)
-        make = self.job.with_layers
         for blocks, counts in missing.items():
-            job = self.job if make is None or not blocks else replace(self.job, model=functools.partial(make, *blocks))
-            for count, each in zip(counts, trace_steps(job, self.rank, counts), strict=True):
-                self.known[blocks, (count,)] = _alone(each, job, self.device)
-        return self.known
+            small = job.at_depth(*blocks) if blocks else job
+            for count, each in zip(counts, trace_steps(small, rank, counts), strict=True):
+                known[blocks, (count,)] = _alone(each, small, device)
+        return known
+
+    layers = job.layers if job.with_layers is not None and job.layers else None
+    return at_full_size(found, layers, job.microbatches) or _alone(trace_rank(job, rank), job, device)
 
 
 def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
@@ -145,18 +142,26 @@ def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
 
 
 def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
-    """Of ranks of a pipeline: from small ones where that is enough."""
+    """Report ranks of a pipeline; from small pipelines where these determine them."""
     stages = _in_stages(job)
     if stages is not None:
         tracer = Tracer(device, trace_steps, lambda found, line: _of_rank(found, line, device))
         reports = from_small(job, stages, asked, tracer)
         if reports is not None:
             return reports
-    return _all_stages(job, device, asked)
+    # All stages are played together; ranks of one stage take the same time.
+    together = stage_ranks(asked[0], job.degrees)
+    traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}
+    lines = {line.rank: line for line in _played([traces[rank] for rank in together], job, device)}
+    of_stage = job.degrees.world_size // job.degrees.pp
+    return [
+        _of_rank(found, lines[rank if rank in lines else together[rank // of_stage]], device)
+        for rank, found in traces.items()
+    ]
 
 
 def _in_stages(job: Job) -> InStages | None:
-    """What the strategy tells of its stages, if they can have fewer blocks."""
+    """Return what the strategy tells of its stages, if they can have fewer blocks."""
     if job.with_layers is None or not job.layers:
         return None
     with planned_mesh(job, 0) as mesh, with_values():
@@ -165,28 +170,30 @@ def _in_stages(job: Job) -> InStages | None:
     return found if found is not None and sum(found.blocks) == job.layers else None
 
 
-def _all_stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
-    """Of ranks of a pipeline, whose stages are played together; those of one stage take the same time."""
-    together = stage_ranks(asked[0], job.degrees)
-    traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}
-    lines = {line.rank: line for line in _played([traces[rank] for rank in together], job, device)}
-    of_stage = job.degrees.world_size // job.degrees.pp
-    lines |= {rank: lines[together[rank // of_stage]] for rank in traces if rank not in lines}
-    return [_of_rank(found, lines[rank], device) for rank, found in traces.items()]
-
-
 def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]:
     return play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+
+
+def reserved_of(found: Trace, device: Device) -> int:
+    """Return the bytes that are taken from a device for a step; a host returns what is freed."""
+    return found.peak.bytes if device.is_host else reserved(found, workspace=device.library_bytes)
 
 
 def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
     library = device.library_bytes
     libraries = {LIBRARIES: library} if library else {}
-    taken = found.peak.bytes if device.is_host else reserved(found, workspace=library)
+    by_dtype: dict[str, int] = {}
+    phases: dict[str, list[Collective]] = {}
+    for each in found.operations:
+        if each.flops:
+            name = str(each.dtype).removeprefix("torch.")
+            by_dtype[name] = by_dtype.get(name, 0) + each.flops
+        if each.call is not None:
+            phases.setdefault(each.phase, []).append(found.collectives[each.call])
     return {
         "rank": found.rank,
         "peak_allocated_bytes": found.peak.bytes + library,
-        "peak_reserved_bytes": taken,
+        "peak_reserved_bytes": reserved_of(found, device),
         "held_bytes": found.after.bytes + library,
         "peak_operator": found.peak.operator,
         "library_bytes": library,
@@ -194,46 +201,23 @@ def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
         "peak_by_owner": {**found.peak.owners, **libraries},
         "held_by_owner": {**found.after.owners, **libraries},
         "activations_by_module": dict(found.peak.activations),
-        "flops": sum(each.flops for each in found.operations),
-        "flops_by_dtype": _by_dtype(found.operations),
+        "flops": sum(by_dtype.values()),
+        "flops_by_dtype": by_dtype,
         "step_seconds": line.seconds,
         "busy_seconds": {name: line.busy(name) for name in dict.fromkeys(span.stream for span in line.spans)},
         "gradients_bytes": most_of(found, "gradients"),
         "collectives": sums_of(found.collectives),
-        "collectives_by_phase": _by_phase(found),
+        "collectives_by_phase": [{"phase": phase, **row} for phase, calls in phases.items() for row in sums_of(calls)],
     }
 
 
 def most_of(found: Trace, owner: str) -> int:
-    """The most bytes that an owner has in a step; see [Note: owners] in `meter`."""
-    held = most = 0
-    for block, change in found.log:
-        if found.owners[block] == owner:
-            held += change
-            most = max(most, held)
-    return most
-
-
-def _by_phase(found: Trace) -> list[dict[str, Any]]:
-    """`sums_of` for each phase of a step; see `Operation.phase`."""
-    calls: dict[str, list[Collective]] = {}
-    for each in found.operations:
-        if each.call is not None:
-            calls.setdefault(each.phase, []).append(found.collectives[each.call])
-    return [{"phase": phase, **row} for phase, those in calls.items() for row in sums_of(those)]
-
-
-def _by_dtype(operations: Iterable[Operation]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in operations:
-        if each.flops:
-            name = str(each.dtype).removeprefix("torch.")
-            found[name] = found.get(name, 0) + each.flops
-    return found
+    """Return the most bytes that an owner has in a step; see [Note: owners] in `meter`."""
+    return max(accumulate((change for block, change in found.log if found.owners.get(block) == owner), initial=0))
 
 
 def sums_of(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Calls and bytes of each kind of collective over each group, in the order in which they first come."""
+    """Return calls and bytes of each kind of collective over each group, in the order of their first calls."""
     rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
     for each in collectives:
         dtype = str(each.dtype).removeprefix("torch.")

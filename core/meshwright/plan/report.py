@@ -1,8 +1,8 @@
-"""A plan as tables for a terminal."""
+"""A plan as tables for a terminal; sizes and times in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -12,31 +12,54 @@ from .meter import LIBRARIES, OWNERS
 ALIGNED_LEFT = ("operator at the peak", "kind", "group", "dtype", "module", "fits")
 
 
+def size_text(size: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit, one in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= one:
+            return f"{size / one:,.2f} {unit}" if size < 100 * one else f"{size / one:,.0f} {unit}"
+    return f"{size:,.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    """Return a number of seconds in the unit that suits it."""
+    for unit, one in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= one:
+            return f"{seconds / one:,.3g} {unit}" if seconds < 100 * one else f"{seconds / one:,.0f} {unit}"
+    return f"{seconds / 1e-6:,.3g} µs"
+
+
 def tables(plan: Mapping[str, Any]) -> list[Table]:
-    """Memory by owner, time and collectives of each rank that was traced, from `plan`."""
+    """Return memory by owner, activations, time and collectives of each traced rank of a plan."""
     return [_memory(plan), _activations(plan), _time(plan), _traffic(plan)]
+
+
+def table(title: str, columns: Sequence[str], left: Sequence[str] = ALIGNED_LEFT) -> Table:
+    """Return an empty table whose columns are aligned right, except `left`."""
+    made = Table(title=title)
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right")
+    return made
 
 
 def _memory(plan: Mapping[str, Any]) -> Table:
     title = f"{plan['strategy']} on {plan['mesh']}: memory of a rank at its peak [MiB]"
     shown = (*OWNERS, LIBRARIES)
-    columns = ("rank", *shown, "peak", "reserved", "between steps", "operator at the peak")
-    table = _table(title, columns)
+    made = table(title, ("rank", *shown, "peak", "reserved", "between steps", "operator at the peak"))
     for each in plan["ranks"]:
         owners = [_mib(each["peak_by_owner"].get(owner, 0)) for owner in shown]
         sizes = [_mib(each[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")]
-        table.add_row(str(each["rank"]), *owners, *sizes, each["peak_operator"])
+        made.add_row(str(each["rank"]), *owners, *sizes, each["peak_operator"])
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
-    table.caption = f"{fits} into the {plan['memory_bytes'] / 2**30:,.1f} GiB of {plan['device']}"
-    return table
+    made.caption = f"{fits} into the {plan['memory_bytes'] / 2**30:,.1f} GiB of {plan['device']}"
+    return made
 
 
 def _activations(plan: Mapping[str, Any]) -> Table:
-    table = _table("activations at the peak, by the module that made them [MiB]", ("rank", "module", "MiB"))
+    made = table("activations at the peak, by the module that made them [MiB]", ("rank", "module", "MiB"))
     for each in plan["ranks"]:
         for module, size in sorted(each["activations_by_module"].items(), key=lambda item: -item[1]):
-            table.add_row(str(each["rank"]), module, _mib(size))
-    return table
+            made.add_row(str(each["rank"]), module, _mib(size))
+    return made
 
 
 def _time(plan: Mapping[str, Any]) -> Table:
@@ -46,28 +69,21 @@ def _time(plan: Mapping[str, Any]) -> Table:
         f"seconds in which streams are busy"
     )
     streams = list(dict.fromkeys(name for each in plan["ranks"] for name in each["busy_seconds"]))
-    table = _table(title, ("rank", *streams, "not computing", "step"))
+    made = table(title, ("rank", *streams, "not computing", "step"))
     for each in plan["ranks"]:
         busy = [f"{each['busy_seconds'].get(name, 0.0):.4g}" for name in streams]
         idle = each["step_seconds"] - each["busy_seconds"].get("compute", 0.0)
-        table.add_row(str(each["rank"]), *busy, f"{idle:.4g}", f"{each['step_seconds']:.4g}")
-    return table
+        made.add_row(str(each["rank"]), *busy, f"{idle:.4g}", f"{each['step_seconds']:.4g}")
+    return made
 
 
 def _traffic(plan: Mapping[str, Any]) -> Table:
-    table = _table("collectives of a step", ("rank", "kind", "group", "ranks", "dtype", "calls", "MiB"))
+    made = table("collectives of a step", ("rank", "kind", "group", "ranks", "dtype", "calls", "MiB"))
     for each in plan["ranks"]:
         for row in each["collectives"]:
             cells = [row["kind"], row["group"], str(row["ranks"]), row["dtype"], str(row["calls"])]
-            table.add_row(str(each["rank"]), *cells, _mib(row["bytes"]))
-    return table
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ALIGNED_LEFT else "right")
-    return table
+            made.add_row(str(each["rank"]), *cells, _mib(row["bytes"]))
+    return made
 
 
 def _mib(size: int) -> str:

@@ -1,24 +1,23 @@
-"""How long a step takes: the operators that were traced, played on the streams of a device.
+"""How long a step takes: its traced operators, played on the streams of a device.
 
-[Note: streams] The host issues operators one after the other and runs ahead of the device. A device computes on one
-stream, and each group's collectives run one after the other on a stream of their own. What an operator reads or writes
-tells what it waits for: for the operator on another stream that has last written it. So communication is hidden behind
-what does not need it, as far as the code that was traced lets it.
+[Note: streams] The host issues operators in order and runs ahead of the device. A device computes on one stream, and
+the collectives of each group run in order on a stream of their own. An operator waits for the last one on another
+stream that has written what it reads or writes. So communication is hidden behind what does not need it, as far as the
+traced code allows.
 
-[Note: waits of sharded data parallelism] Beside what follows from memory, FSDP waits so as to hold little: a unit is
-gathered only when the unit before the last has been copied out of what it was gathered into, and gradients are packed
-only when those of the unit before have been reduced. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:
-`wait_for_unshard`, `post_backward`.)
+[Note: waits of sharded data parallelism] FSDP also waits so as to hold little: a unit is gathered only when the unit
+before the last has been copied out of its buffer, and gradients are packed only when those of the unit before have
+been reduced. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `wait_for_unshard`, `post_backward`.)
 
-[Note: hosts] A device may be the host itself, as a CPU is: it has one stream of computing, and issues nothing while it
-computes. Collectives are still carried beside that, by threads of their own, but with the same cores; so it may do
+[Note: hosts] A device may be the host itself, as a CPU is: it has one computing stream, and issues nothing while it
+computes. Collectives are still carried meanwhile, by threads of their own, but with the same cores; so it may compute
 less, or nothing, while they run. Accelerators, too, may give a part of themselves to collectives.
 
-[Note: the slowest] Devices of one kind do not compute alike, and each step waits for all. So all compute as the slowest
-is expected to, which of many is slower than of few.
+[Note: the slowest] Devices of one kind differ in speed, and each step waits for all. So all compute as the slowest is
+expected to, which of many is slower than of few.
 
-[Note: pipelines] All stages are played together. A message leaves when it is made, and is there when the link has
-carried it; who reads it waits. Bubbles are what comes of it.
+[Note: pipelines] All stages are played together. A message leaves when it is made and arrives when the link has carried
+it; whoever reads it waits. Bubbles follow from this.
 """
 
 from __future__ import annotations
@@ -27,26 +26,22 @@ import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..base.errors import MeshError
 from ..mesh.sizes import Degrees
 from . import kernels, links
-from .allocator import GATHER, REDUCE, streams
+from .allocator import COMPUTE, GATHER, REDUCE, streams
 from .device import Device
 from .trace import Operation, Trace
 
-COMPUTE = "compute"
-Message = tuple[int, int, int]
+Message: TypeAlias = tuple[int, int, int]
 """Ranks from and to, and the number of the message between them."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One operator on a stream, from and until when [s].
-
-    Attributes:
-        logged, phase: of the operation.
-    """
+    """One operator on a stream, from `start` to `end` [s]; `logged` and `phase` are those of the operation."""
 
     stream: str
     name: str
@@ -58,19 +53,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of one rank.
-
-    Attributes:
-        seconds: until all of it is done.
-        spans: in the order in which they were issued.
-    """
+    """A step of one rank: its seconds, and spans in the order in which they were issued."""
 
     rank: int
     seconds: float
     spans: tuple[Span, ...]
 
     def busy(self, stream: str = COMPUTE) -> float:
-        """Seconds in which a stream works."""
+        """Return the seconds in which a stream works."""
         return sum(each.end - each.start for each in self.spans if each.stream == stream)
 
 
@@ -83,30 +73,24 @@ def play(
     chunked: Collection[str] = (),
     waits: bool = True,
 ) -> list[Timeline]:
-    """Play a step on ranks that exchange messages with each other alone.
+    """Play a step on ranks that exchange messages only with each other.
 
     Args:
         traces: of one rank, or of one rank of each stage of a pipeline.
         is_compiled: whether operators without products are fused; see [Note: fusion] in `kernels`.
-        chunked: groups whose collectives pass a part for each rank, of which the first is computed with while others
-            are under way, as asynchronous tensor parallelism does.
+        chunked: groups whose collectives pass a part for each rank, where computing on the first part overlaps with
+            passing the others, as in asynchronous tensor parallelism.
         waits: False: messages are there when they are asked for.
 
     Raises:
-        MeshError: a rank waits for a message that none of the others sends.
+        MeshError: a rank waits for a message that no other sends.
     """
     sent: dict[Message, float] = {}
     ranks = [_Rank(trace, degrees, device, sent, is_compiled, chunked, waits) for trace in traces]
     waiting = {rank.trace.rank: rank.run() for rank in ranks}
     while waiting:
-        done = []
         known = len(sent)
-        for number, run in waiting.items():
-            for message in run:
-                if message not in sent:
-                    break
-            else:
-                done.append(number)
+        done = [number for number, run in waiting.items() if all(message in sent for message in run)]
         for number in done:
             del waiting[number]
         if waiting and not done and len(sent) == known:
@@ -124,7 +108,7 @@ class _Rank:
     sent: dict[Message, float]
     is_compiled: bool
     chunked: Collection[str]
-    waits: bool = True
+    waits: bool
     host: float = 0.0
     free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     made: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -136,17 +120,16 @@ class _Rank:
     numbers: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     spans: list[Span] = field(default_factory=list)
 
-    @property
-    def pace(self) -> float:
-        """See [Note: the slowest]."""
-        return self.device.pace(self.degrees.world_size)
+    def __post_init__(self) -> None:
+        # See [Note: the slowest].
+        self.pace = self.device.pace(self.degrees.world_size)
 
     @property
     def end(self) -> float:
         return max(self.host, *self.free.values())
 
     def run(self) -> Iterator[Message]:
-        """Play all operators; yields what must have been sent before it is asked again."""
+        """Play all operators; yield each message that must have been sent before the next is asked for."""
         operations = self.trace.operations
         of_stream = streams(operations)
         for each in kernels.fused(operations) if self.is_compiled else operations:
@@ -181,12 +164,11 @@ class _Rank:
 
     def _communicate(self, each: Operation, of_stream: dict[int, str]) -> None:
         call = self.trace.collectives[each.call or 0]
-        rank, node = self.trace.rank, self.device.node
-        ranks = links.members(call.group, rank, self.degrees, call.ranks)
+        ranks = links.members(call.group, self.trace.rank, self.degrees, call.ranks)
         if each.peer is not None:
             self._exchange(each, call.kind, ranks[each.peer], call.bytes)
             return
-        took = links.seconds(call.kind, call.bytes, ranks, node)
+        took = links.seconds(call.kind, call.bytes, ranks, self.device.node)
         end = self._put(call.group, each, took)
         if call.group in self.chunked:
             self.made |= {block: (call.group, end - took * (1 - 1 / call.ranks)) for block, _ in each.writes}
@@ -194,20 +176,18 @@ class _Rank:
             self.reduced = end
 
     def _exchange(self, each: Operation, kind: str, peer: int, size: int) -> None:
-        rank = self.trace.rank
-        ends = (rank, peer) if kind == "send" else (peer, rank)
+        ends = (self.trace.rank, peer) if kind == "send" else (peer, self.trace.rank)
         message = (*ends, self.numbers[ends])
         self.numbers[ends] += 1
         if kind == "send":
-            took = links.seconds(kind, size, ends, self.device.node)
-            self.sent[message] = self._put(f"to {peer}", each, took)
+            self.sent[message] = self._put(f"to {peer}", each, links.seconds(kind, size, ends, self.device.node))
         else:
             self.host += self.device.cpu_s
             if self.waits:
                 self.coming |= {block: message for block, _ in each.writes}
 
     def _put(self, stream: str, each: Operation, took: float, after: float = 0.0) -> float:
-        """On a stream, behind what it needs; returns its end."""
+        """Put an operator on a stream, behind what it needs, and return its end."""
         self.host += self.device.cpu_s
         known = [self.made[block] for block, _ in (*each.reads, *each.writes) if block in self.made]
         ready = max((time for other, time in known if other != stream), default=0.0)
@@ -225,7 +205,7 @@ class _Rank:
         return end
 
     def _computed(self, now: float, left: float) -> float:
-        """When so many seconds of computing are done that begin now, beside collectives; see [Note: hosts]."""
+        """Return when `left` seconds of computing are done that begin `now`; see [Note: hosts]."""
         speed = self.device.speed_beside_communication
         if speed == 1 or not left:
             return now + left
@@ -243,5 +223,5 @@ class _Rank:
 
 
 def stage_ranks(rank: int, degrees: Degrees) -> list[int]:
-    """The ranks of all stages that a rank exchanges messages with, itself included."""
+    """Return the ranks of all stages that a rank exchanges messages with, itself included."""
     return links.members("pp", rank, degrees, degrees.pp)

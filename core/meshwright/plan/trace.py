@@ -1,13 +1,13 @@
-"""One rank's steps, with what they hold, send and compute: on a planned world, or as they happen on a real one."""
+"""The steps of one rank, with what they hold, send and compute: on a planned world, or as they happen on a real one."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,24 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._compat.arithmetic import arithmetic
+from .._compat.torch import written_arguments
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
 from ..mesh.world import CONTROL_TAG
 from ..model.weights import is_meta
 from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
 from ..strategy.stack import Stack
-from ..tensors.ops import tensors_in, with_values
+from ..tensors.ops import is_on_meta, tensors_in, with_values
+from ..testing._compat import bound_arguments
 from ..testing.collectives import Collective, Recorder
+from ..testing.meter import Meter, storage_of
 from ..testing.observe import name_of
 from ..train.ema import EMA
 from ..train.optimizer_config import EMAConfig
 from .meter import Held, StepMeter
-from .touched import Touched, peer_of, touched
+
+Touched: TypeAlias = tuple[tuple[int, int], ...]
+"""(block, bytes of it), each block once."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,12 @@ class Job:
     """What is to be planned.
 
     Attributes:
-        model: makes it, on the meta device.
-        microbatches: of each rank in a step.
-        rows, length: of a microbatch: sequences, and tokens of each.
-        max_grad_norm, grad_norm_type: as in a run file.
+        microbatches, rows, length: of a rank in a step; sequences of each, and their tokens.
         layers: blocks of the model; 0: not known.
-        with_layers: makes the model with so many blocks instead; None: it cannot be made.
+        with_layers: makes the model with so many blocks, as `model` does on the meta device; None: it cannot.
         expert_imbalance: how much more often than on average routers choose the busiest experts.
-        is_compiled: whether blocks are; they are traced as they are written, and their time is that of fused operators.
-        chunked: groups that are communicated with while the parts that have come are computed; see `time.play`.
+        is_compiled: whether blocks are compiled; they are traced as written, and timed as fused operators.
+        chunked: groups whose collectives overlap with computing on parts; see `time.play`.
         ema: of an average of the weights.
     """
 
@@ -63,21 +65,36 @@ class Job:
     chunked: tuple[str, ...] = ()
     ema: EMAConfig | None = None
 
+    def at_depth(self, layers: int) -> Job:
+        """Return the job with a model of so many blocks, if it can be made."""
+        if self.with_layers is None or layers == self.layers:
+            return self
+        return replace(self, model=functools.partial(self.with_layers, layers), layers=layers)
+
+    def built(self, mesh: Mesh) -> tuple[nn.Module, StrategyManager]:
+        """Return the model and a manager of the job's strategies, which are real where their values matter."""
+        with with_values():
+            return self.model(), self.stack.build(mesh)
+
+    def batch(self, model: nn.Module) -> Batch:
+        """Return a microbatch with token ids in the vocabulary of the model."""
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
+        with with_values():
+            ids = torch.arange(self.rows * self.length).view(self.rows, self.length) % vocabulary
+            return {"input_ids": ids, "labels": ids.clone()}
+
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator of a step.
+    """One operator of a step, such as "aten.mm.default".
 
     Attributes:
-        name: such as "aten.mm.default".
-        flops: of matrix products and attentions, see [Note: causal attention] in `kernels`; 0 for others.
-        bytes: that it reads and writes.
-        shapes: of the tensors that it is given, where it has flops.
-        dtype: of the first of them; None: it is given none.
-        call: the number of the collective that it is, in `Trace.collectives`; None: it is none.
-        reads, writes: see `touched`.
-        peer: the place in its group of whom a message is for, or from.
-        logged: how much of `Trace.log` there was when it ended.
+        flops, shapes: of matrix products and attentions, see [Note: causal attention] in `kernels`; else 0 and empty.
+        bytes: read and written.
+        dtype: of the first given tensor; None: there is none.
+        call: index in `Trace.collectives`; None: it is no collective.
+        peer: place in its group of the sender or receiver of a message.
+        logged: length of `Trace.log` when it ended.
         phase: "forward", "backward" or "optimizer", clipping included.
     """
 
@@ -96,13 +113,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Trace:
-    """A step of one rank, that after the first.
+    """A step of one rank, after those that make what is kept.
 
     Attributes:
-        peak, after: what was held when it was most, and between steps.
-        collectives: in the order in which they were issued; without messages of the control plane.
+        peak, after: what was held at the peak, and between steps.
+        collectives: in the order in which they were issued, without messages of the control plane.
         operations: likewise, collectives included.
-        log: (block, change in bytes) of all memory, what was held before the step first.
+        log: (block, change in bytes) of all memory, beginning with what was held before the step.
         owners: of the blocks in `log`; see [Note: owners] in `meter`.
     """
 
@@ -141,7 +158,7 @@ class _Timeline(Recorder):
         shapes = tuple(tuple(each.shape) for each in given) if flops else ()
         dtype = given[0].dtype if given else None
         reads, writes = touched(self._meter, operation, args, kwargs, result)
-        peer = peer_of(operation, args, kwargs) if call is not None else None
+        peer = _peer_of(operation, args, kwargs) if call is not None else None
         now, phase = self._meter.logged, self._meter.step_phase
         self.operations.append(
             Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
@@ -149,10 +166,7 @@ class _Timeline(Recorder):
 
 
 def trace(job: Job, mesh: Mesh) -> Trace:
-    """Build the job on this rank and run its steps. Collective where the world is a real one.
-
-    Args:
-        mesh: of the job's degrees; one can be used for several jobs.
+    """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world.
 
     Raises:
         MeshwrightError: as training does.
@@ -161,16 +175,10 @@ def trace(job: Job, mesh: Mesh) -> Trace:
 
 
 def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
-    """As `trace`, of a step with each number of microbatches.
-
-    Args:
-        counts: of microbatches, ascending; those of the job do not matter.
-    """
-    with with_values():
-        model = job.model()
-        make_batch = functools.partial(batch_of, job, model)
-        batches = [make_batch() for _ in range(counts[0])]
-        manager = job.stack.build(mesh)
+    """Trace steps with each of these numbers of microbatches, ascending, in the place of the job's; see `trace`."""
+    model, manager = job.built(mesh)
+    make_batch = functools.partial(job.batch, model)
+    batches = [make_batch() for _ in range(counts[0])]
     meter = StepMeter(is_real=not mesh.world.is_planned)
     meter.see(tensors_in(batches))
     with meter:
@@ -179,7 +187,7 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
         if job.ema is not None:
-            # Its optimizer keeps it.
+            # The optimizer keeps it.
             EMA(manager, job.ema)
 
     def step(given: list[Batch]) -> _Timeline:
@@ -192,13 +200,12 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
         return timeline
 
-    # The first make what is kept, such as the state of the optimizer, from few tokens; further ones are as all others.
+    # The first steps make what is kept, such as the state of the optimizer, from few tokens.
     for _ in range(manager.settles_after):
         step(batches[:1])
     found = []
     for count in counts:
-        with with_values():
-            more = [make_batch() for _ in range(count - len(batches))]
+        more = [make_batch() for _ in range(count - len(batches))]
         meter.see(tensors_in(more))
         batches += more
         line = step(batches)
@@ -210,8 +217,8 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
 
 @contextmanager
 def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None]:
-    """While forwards tell the meter whose they are, numbers of blocks left out."""
-    names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for part in parts for name, module in part.named_modules()}
+    """Tell the meter which module's forward runs, without numbers of blocks."""
+    names = {module: without_numbers(name) for part in parts for name, module in part.named_modules()}
     outer: list[str] = []
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -229,8 +236,13 @@ def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None
             handle.remove()
 
 
+def without_numbers(name: str) -> str:
+    """Return the name of a module or parameter with "*" for the numbers of blocks."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """The groups of a mesh by the names of their axes and views."""
+    """Return the groups of a mesh by the names of their axes and views."""
     named = {name: mesh.group(name) for name in (*ROOT_AXES, *VIEWS)}
     if mesh.degrees.ep > 1:
         named |= {name: mesh.expert_mesh.get_group(name) for name in ("ep_shard", "ep")}
@@ -238,7 +250,7 @@ def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 
 def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepMeter) -> None:
-    """As `train.loop.train_step`."""
+    """Train a step as `train.loop.train_step` does."""
     meter.phase = "activations"
     num_tokens = manager.announce(batches)
     loss = manager.forward_backward(batches, num_tokens=num_tokens)
@@ -252,8 +264,57 @@ def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepM
     meter.phase = "other"
 
 
-def batch_of(job: Job, model: nn.Module) -> Batch:
-    """A microbatch of a job; its numbers are in its vocabulary."""
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
-    ids = torch.arange(job.rows * job.length).view(job.rows, job.length) % vocabulary
-    return {"input_ids": ids, "labels": ids.clone()}
+# -- memory that operators touch, by the numbers of blocks in `meshwright.testing.meter`
+
+
+def touched(
+    meter: Meter, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[Touched, Touched]:
+    """Return what an operator has read, and what it has written; views write nothing."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    changes = _changes(operation)
+    for place, value in (*enumerate(args), *kwargs.items()):
+        tensors = list(tensors_in(value))
+        if place in changes:
+            written += tensors
+        if place not in changes or place != "out":
+            read += tensors
+    if operation.namespace in ("c10d", "fsdp"):
+        given = bound_arguments(operation, args, kwargs)
+        written += tensors_in([value for name, value in given.items() if _receives(operation, name)])
+    reads, changed = _blocks(meter, read), _blocks(meter, written)
+    # The result of a view is the memory that it was given.
+    known = {block for block, _ in (*reads, *changed)}
+    made = tuple(each for each in _blocks(meter, tensors_in(result)) if each[0] not in known)
+    return reads, (*changed, *made)
+
+
+@functools.cache
+def _changes(operation: Any) -> frozenset[int | str]:
+    return frozenset(written_arguments(operation))
+
+
+def _receives(operation: Any, argument: str) -> bool:
+    """Return whether an operator writes an argument that its schema does not mark, as collectives do."""
+    name = operation.overloadpacket.__name__
+    if operation.namespace == "c10d":
+        return not argument.startswith("input") and name != "send"
+    return name == "all_gather_copy_in" and argument == "all_gather_output"
+
+
+def _peer_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the place in its group of whom a message is for or from; None for other collectives."""
+    given = bound_arguments(operation, args, kwargs) if operation.namespace == "c10d" else {}
+    return next((given[name] for name in ("dst", "src") if name in given), None)
+
+
+def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        block = None if is_on_meta(tensor) else meter.live.get(id(storage_of(tensor)))
+        if block is not None:
+            # Several parts of one block count together, as those of a split that are concatenated.
+            size = found.get(block.number, 0) + tensor.numel() * tensor.element_size()
+            found[block.number] = min(size, block.size)
+    return tuple(found.items())

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...base.errors import MeshwrightError
 from ...mesh.sizes import ROOT_AXES, Degrees
-from ...plan.beside.comparison import plan_of
+from ...plan.comparison import plan_of
 from ...plan.job import job_of
 from ...plan.trace import Job
 from ...train.fate import Fate, check_output

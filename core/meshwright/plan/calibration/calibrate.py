@@ -1,6 +1,6 @@
-"""A file of the machine that this runs on: what its devices compute and its links carry, measured while all ranks work.
+"""The device file of this machine: what its devices compute and its links carry, measured while all ranks work.
 
-What cannot be measured is taken from the file of a like device, and the file says what that is.
+What cannot be measured is taken from the file of a similar device, and the file says what that is.
 """
 
 from __future__ import annotations
@@ -26,26 +26,19 @@ from ...launch.rank import guarded
 from ...mesh.world import World, find_device, open_world
 from ..device import Device, Node, devices
 from ..device import find_device as find_file
-from . import measure_compute as measure
+from . import measure
 from .fit import Sample, deviation, fit
-from .measure_compute import Clock, Effort
-from .measure_links import samples
+from .measure import Clock, Effort
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MOST_RANKS = 8
-"""On a CPU, where nobody says how many."""
+"""Default ranks on a CPU, where it has as many cores."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured of a device; per second.
-
-    Attributes:
-        products: operations by dtype and class.
-        attention: operations forward and backward.
-        attention_dtype: in which.
-        streams: bytes by operator.
-        kernel_s, cpu_s, beside: see `Device`.
+    """What was measured of a device, per second: operations of `products` by dtype and class, and of `attention`
+    forward and backward; bytes of `streams` by operator; the rest as of `Device`.
     """
 
     products: Mapping[str, Mapping[int, float]]
@@ -69,16 +62,16 @@ def calibrate_to(
     """Measure this machine and write its device file. Starts the ranks itself, or joins those of a launcher.
 
     Args:
-        path: of the file; it ends in ".yaml" or ".yml", and is replaced where it is there.
-        base: a device, or the path of its file, whose numbers stand for what is not measured; None: the one whose name
-            is that of the device.
+        path: of the file (".yaml" or ".yml"), which is replaced if it exists.
+        base: a device, or the path of its file, whose numbers stand for what is not measured; None: the one with the
+            device's name.
         ranks: that compute at the same time; None: one for each device, or on a CPU for each core, up to `MOST_RANKS`.
         device: "cpu" or "cuda"; None: the accelerator if there is one.
         effort: None: what takes some minutes.
         show_traceback: show the traceback of a MeshwrightError of a rank, too.
 
     Returns:
-        An exit code: 0, or that of the rank that failed, which has said why.
+        An exit code: 0, or that of the rank that failed, which has printed why.
 
     Raises:
         ConfigError: the file cannot be written there, there is no such base, or no base for this device is known.
@@ -101,11 +94,21 @@ def calibrate_to(
     return launch(_rank, told, nproc=_count(chosen, ranks), show_traceback=show_traceback)
 
 
-def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
-    """Measure the machines of a world. Collective.
+def _rank(store: dist.Store | None, path: str, base: str, device: str, effort: Effort | None) -> None:
 
-    Args:
-        base: see `calibrate_to`.
+    def write() -> None:
+        try:
+            Path(path).write_text(written(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from None
+
+    with open_world(device, store=store) as world:
+        found = calibrate(world, base, effort)
+        world.from_first(write)
+
+
+def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
+    """Measure the machines of a world; see `calibrate_to`. Collective.
 
     Raises:
         MeshError: nodes have different numbers of ranks.
@@ -118,7 +121,7 @@ def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
     times: dict[Sample, float] = {}
     for _ in range(effort.passes):
         passes.append(_rates(world, clock, effort))
-        for each in samples(world, clock, effort, ranks) if world.size > 1 else []:
+        for each in measure.samples(world, clock, effort, ranks) if world.size > 1 else []:
             known = replace(each, seconds=0.0)
             times[known] = min(each.seconds, times.get(known, each.seconds))
     rates = best(passes)
@@ -128,7 +131,7 @@ def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
 
 
 def best(passes: Sequence[Rates]) -> Rates:
-    """The best of each number; of what is a ratio of several, the one in the middle."""
+    """Return the best of each number, and the median of `beside`, which is a ratio."""
 
     def largest(tables: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         return {key: max(table.get(key, 0.0) for table in tables) for table in tables for key in table}
@@ -142,20 +145,6 @@ def best(passes: Sequence[Rates]) -> Rates:
         min(each.cpu_s for each in passes),
         sorted(each.beside for each in passes)[len(passes) // 2],
     )
-
-
-def _rank(store: dist.Store | None, path: str, base: str, device: str, effort: Effort | None) -> None:
-    """What each rank does; the first one writes."""
-    with open_world(device, store=store) as world:
-        found = calibrate(world, base, effort)
-        world.from_first(lambda: _write(Path(path), found))
-
-
-def _write(path: Path, device: Device) -> None:
-    try:
-        path.write_text(written(device), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from None
 
 
 def _rates(world: World, clock: Clock, effort: Effort) -> Rates:
@@ -173,16 +162,20 @@ def _rates(world: World, clock: Clock, effort: Effort) -> Rates:
     )
 
 
+# -- the file
+
+
 def device_of(
     world: World, base: Device, base_name: str, rates: Rates, found: Sequence[Sample], ranks: int, effort: Effort
 ) -> Device:
-    """What was measured, as a file; see `calibrate`.
-
-    Args:
-        ranks: of a node.
-    """
+    """Return what was measured as a device, of nodes of `ranks`; see `calibrate`."""
     is_cpu = world.device.type == "cpu"
-    flops, parts = _products(base, rates, is_cpu=is_cpu)
+    flops, parts = dict(base.flops), dict(base.matmul_efficiency)
+    for dtype, table in rates.products.items():
+        if table:
+            best = max(table.values())
+            flops[dtype] = best if is_cpu else max(best, base.flops.get(dtype, best))
+            parts[dtype] = {size: rate / flops[dtype] for size, rate in table.items()}
     streams = rates.streams.values()
     memory = max(streams) if is_cpu else max(base.bandwidth, *streams)
     stream = len(streams) / sum(1 / rate for rate in streams)
@@ -208,30 +201,18 @@ def device_of(
     return validated(Device, {**_rounded(values), "sources": sources}, where="what was measured")
 
 
-def _products(base: Device, rates: Rates, *, is_cpu: bool) -> tuple[dict[str, float], dict[str, Mapping[int, float]]]:
-    """Peaks by dtype and what part of them products reach; of dtypes that were not measured as the base has it."""
-    flops, parts = dict(base.flops), dict(base.matmul_efficiency)
-    for dtype, table in rates.products.items():
-        if table:
-            best = max(table.values())
-            flops[dtype] = best if is_cpu else max(best, base.flops.get(dtype, best))
-            parts[dtype] = {size: rate / flops[dtype] for size, rate in table.items()}
-    return flops, parts
-
-
 def _node(base: Node, found: Sequence[Sample], ranks: int, *, is_cpu: bool) -> Node:
-    levels = {len({rank // ranks for rank in each.ranks}) for each in found}
     if not found:
         return base
     made = fit(found, base.model_copy(update={"ranks": ranks, "factors": {}}))
-    if levels != {1}:
+    if any(len({rank // ranks for rank in each.ranks}) > 1 for each in found):
         return made
     # One node, of which perhaps not all devices were measured.
     return made.model_copy(update={"ranks": max(ranks, base.ranks if is_cpu else torch.accelerator.device_count())})
 
 
 def written(device: Device) -> str:
-    """The text of a device file; see `find_device`."""
+    """Return the text of a device file; see `find_device`."""
     lines = ["# A device file of `meshwright plan --calibrate`. Rates are per second, in operations and bytes."]
     for name, value in device.model_dump().items():
         said = Device.model_fields[name].description
@@ -241,7 +222,6 @@ def written(device: Device) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with four digits: no more of them is measured."""
     if isinstance(value, Mapping):
         return {key: _rounded(each) for key, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -250,7 +230,6 @@ def _rounded(value: Any) -> Any:
 def _sources(
     world: World, base: Device, base_name: str, rates: Rates, found: Sequence[Sample], node: Node, effort: Effort
 ) -> dict[str, str]:
-    """What the file says of where its numbers are from."""
     best = {dtype: max(table.values()) for dtype, table in rates.products.items() if table}
     left = [dtype for dtype in base.flops if dtype not in best]
     crosses = any(len({rank // node.ranks for rank in each.ranks}) > 1 for each in found)
@@ -283,8 +262,11 @@ def _sources(
     return said
 
 
+# -- this machine
+
+
 def hardware(device: torch.device) -> str:
-    """What a device is, without the name of the machine."""
+    """Return what a device is, without the name of the machine."""
     if device.type != "cpu":
         return str(torch.cuda.get_device_name(device))
     info = Path("/proc/cpuinfo")
@@ -294,14 +276,13 @@ def hardware(device: torch.device) -> str:
 
 
 def _memory(device: torch.device, ranks: int) -> int:
-    """Bytes of a rank: an equal part of a machine's where ranks share it."""
     if device.type != "cpu":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
 def _nearest_file(device: torch.device) -> str:
-    """The device of ours that a device is called, with the nearest memory."""
+    """Return the device file whose name is in that of a device, with the nearest memory."""
     if device.type == "cpu":
         return "cpu"
     name, size = hardware(device).lower(), _memory(device, 1)
@@ -316,7 +297,6 @@ def _nearest_file(device: torch.device) -> str:
 
 
 def _count(device: torch.device, ranks: int | None) -> int:
-    """How many ranks to start."""
     if device.type == "cpu":
         most, here = 64, min(usable_cores(), MOST_RANKS)
     else:

@@ -1,8 +1,8 @@
 """Latencies and rates of links from how long collectives took: least squares over the model of `links`.
 
-What is made least is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one
-of a gigabyte. Numbers are looked for as logarithms, since none of them is zero or less, by Levenberg and Marquardt's
-method (Marquardt 1963, SIAM J. Appl. Math. 11). Which of ring and tree a collective takes follows from the numbers.
+What is minimized is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one of
+a gigabyte. Numbers are sought as logarithms, since all are positive, by Levenberg and Marquardt's method (Marquardt
+1963, SIAM J. Appl. Math. 11). Whether a collective takes a ring or a tree follows from the numbers.
 """
 
 from __future__ import annotations
@@ -19,22 +19,16 @@ from ..device import Link, Node
 
 ROUNDS = 200
 _STEP = 1e-6
-"""Of a logarithm, to see what depends on it."""
+"""Step of a logarithm to see what depends on it."""
 _FAR, _FACTORS = 1e3, 20.0
-"""How far a number may be from where it is looked for first: what noisy samples do not tell goes nowhere."""
+"""Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
 _TREES = ("all_reduce", "broadcast")
 _OF_LINK = ("rate", "ring_s", "tree_s")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One collective as it was measured.
-
-    Attributes:
-        kind, bytes: see `meshwright.testing.collectives`.
-        ranks: that took part; two for a message.
-        seconds: once all ranks had come to it.
-    """
+    """One measured collective; `seconds` count from when all `ranks` (two for a message) had come to it."""
 
     kind: str
     bytes: int
@@ -43,11 +37,11 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample], node: Node) -> Node:
-    """A node whose links give the times that were measured, as nearly as may be.
+    """Return a node whose links give the measured times as nearly as possible.
 
     Args:
-        node: what is not measured stays as it is there: links between nodes where all samples are of one, and
-            latencies of trees where no sample may take one. Its `bandwidth` stays, too, as long as no more was reached.
+        node: gives what is not measured: links between nodes if all samples are of one, and latencies of trees if no
+            sample may take one. Its `bandwidth` stays, too, as long as no more was reached.
 
     Raises:
         MeshError: there are no samples of more than one rank, or one took no time.
@@ -73,14 +67,14 @@ def fit(samples: Sequence[Sample], node: Node) -> Node:
 
 
 def deviation(samples: Sequence[Sample], node: Node) -> float:
-    """The median over samples of how far a node's links are off, as a part of what was measured."""
+    """Return the median over samples of how far a node's links are off, as a part of what was measured."""
     parts = [abs(links.seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples]
     return sorted(parts)[len(parts) // 2]
 
 
 def _free(samples: Sequence[Sample], node: Node) -> list[str]:
-    """Names of the numbers that the samples tell: of links, of beginnings, and factors of kinds."""
-    kinds = {_kind(each) for each in samples}
+    """Return the names of the numbers that samples determine: of links, of beginnings, and factors of kinds."""
+    kinds = {"send" if each.kind in links.MESSAGES else each.kind for each in samples}
     levels = [_level(each, node) for each in samples]
     has_trees = any(kind in _TREES for kind in kinds)
     names = []
@@ -89,13 +83,12 @@ def _free(samples: Sequence[Sample], node: Node) -> list[str]:
             names += [f"{level}.{name}" for name in _OF_LINK if name != "tree_s" or has_trees]
     names += ["ring_begin_s"] if kinds - {"send"} else []
     names += ["tree_begin_s"] if has_trees else []
-    # One kind's bytes are what the rate is of; messages have a rate of their own, as all others do.
+    # The rate is that of one kind; each other, messages included, has a factor.
     base = "all_gather" if "all_gather" in kinds else min(kinds)
     return names + [f"factors.{kind}" for kind in sorted(kinds - {base})]
 
 
 def _begin(name: str, samples: Sequence[Sample], node: Node) -> float:
-    """Where to begin to look for a number."""
     owner, _, last = name.rpartition(".")
     if owner == "factors":
         return node.factors.get(last, 1.0)
@@ -106,7 +99,6 @@ def _begin(name: str, samples: Sequence[Sample], node: Node) -> float:
 
 
 def _node(node: Node, names: Sequence[str], values: Sequence[float]) -> Node:
-    """`node` with other numbers."""
     given = dict(zip(names, values, strict=True))
     changes: dict[str, object] = {}
     for level in ("inside", "between"):
@@ -120,22 +112,18 @@ def _node(node: Node, names: Sequence[str], values: Sequence[float]) -> Node:
     return node.model_copy(update={**changes, "factors": {**node.factors, **found}})
 
 
-def _kind(sample: Sample) -> str:
-    return "send" if sample.kind in links.MESSAGES else sample.kind
-
-
 def _level(sample: Sample, node: Node) -> str:
     return "inside" if len({rank // node.ranks for rank in sample.ranks}) == 1 else "between"
 
 
 def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor, far: Tensor) -> Tensor:
-    """The argument whose residuals `off` have the least sum of squares, no further than `far` from `start`."""
+    """Return the argument that minimizes the sum of squares of `off`, no further than `far` from `start`."""
     now, residual, damping = start, off(start), 1e-2
     for _ in range(ROUNDS):
         columns = [(off(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
         slope = torch.stack(columns, dim=1)
         square = slope.T @ slope
-        # What nothing depends on now stays where it is.
+        # What nothing depends on stays where it is.
         scale = torch.diag(square.diagonal().clamp(min=1e-9))
         step = torch.linalg.solve(square + damping * scale, -slope.T @ residual).clamp(-2, 2)
         step = (now + step).clamp(start - far, start + far) - now

@@ -1,96 +1,79 @@
-"""Pictures as SVG that need no script: the map of a mesh, bytes over links, layouts by time and memory.
-
-Their colours are classes of the page's style.
-"""
+"""Still pictures of a plan: the map of a mesh, bytes over links, layouts by time and memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .mesh_map import HEAD, Box
-from .series import BETWEEN, INSIDE
-from .shown import LINK_NAMES, Traffic, frontier
-from .units import size_text, ticks, time_text
+from ...mesh.sizes import ROOT_AXES
+from ..report import size_text, time_text
+from .marks import Dot, Line, Mark, Picture, Rect, Style, Text, legend
+from .mesh_map import HEAD, boxes
+from .series import BETWEEN, INSIDE, LINKS
+from .shown import LINK_NAMES, Shown, Traffic, frontier
 
 WIDTH = 960
 MOST_LAYOUTS = 1500
+LINK_SIGNS = [(f"link-{link}", LINK_NAMES[link]) for link in LINKS]
+_AXIS, _GRID = Style(stroke="quiet"), Style(stroke="line")
+_LIMIT = Style(stroke="limit", width=2, dash=(7, 4))
+_FITS, _BEST = Style(stroke="fit-fits", width=1.6), Style(fill="fit-fits", stroke="fit-fits", width=1.6)
+_TOO_LARGE, _FRONTIER = Style(stroke="fit-too-large", width=1.6), Style(stroke="fit-fits", width=1.5, dash=(3, 3))
+_BOXES = {
+    "node": Style("panel", "quiet", 2),
+    "rank": Style("ground", "quiet", 1.4),
+    "block": Style("ground", "quiet", 1.4),
+    "more": Style("none", "quiet", 1.4, (3, 3)),
+}
 
 
-def svg(width: float, height: float, name: str, title: str, parts: Iterable[str]) -> str:
-    """An image with a title, which is read aloud."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'role="img" aria-labelledby="{name}-title" id="{name}"><title id="{name}-title">{escape(title)}</title>'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-def rect(x: float, y: float, width: float, height: float, kind: str, tip: str = "", radius: float = 0) -> str:
-    inner = f"<title>{escape(tip)}</title>" if tip else ""
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{height:.1f}" rx="{radius:g}" '
-        f'class="{kind}">{inner}</rect>'
-    )
-
-
-# -- the map
-
-
-def mesh(boxes: Sequence[Box], name: str, title: str) -> str:
-    around = boxes[0]
-    parts = []
-    for box in boxes:
-        kind = f"box {box.kind}" + (f" link-{box.link}" if box.link else "")
-        parts.append(rect(box.x + 0.5, box.y + 0.5, box.width - 1, box.height - 1, kind, radius=4))
+def mesh(subject: Shown, axes: Sequence[str] = ROOT_AXES, name: str = "mesh-map", title: str = "") -> Picture:
+    """Draw the mesh as blocks within blocks; see `mesh_map`."""
+    found = boxes(subject.degrees, subject.device, axes)
+    marks: list[Mark] = []
+    for box in found:
+        colour = f"link-{box.link}" if box.link else "text"
+        style = _BOXES.get(box.kind, Style(colour, colour, 1.4, opacity=0.09))
+        marks.append(Rect(box.x + 0.5, box.y + 0.5, box.width - 1, box.height - 1, style, radius=4))
         if box.kind in ("level", "node"):
-            parts.append(text(box.x + 8, box.y + HEAD - 6, box.text, f"head {kind}"))
+            marks.append(Text(box.x + 8, box.y + HEAD - 6, box.text, colour, 12, is_bold=True))
         else:
-            words = text(box.x + box.width / 2, box.y + box.height / 2 + 4, box.text, f"label {box.kind}", "middle")
-            parts.append(words)
-    return svg(around.width, around.height, name, title, parts)
+            middle = box.x + box.width / 2, box.y + box.height / 2 + 4
+            marks.append(Text(*middle, box.text, "quiet" if box.kind == "more" else "text", 11.5, "middle"))
+    title = title or f"{subject.degrees} on nodes of {subject.device.node.ranks} ranks, as blocks within blocks"
+    below = found[0].height + 8
+    marks += legend(LINK_SIGNS, 4, below)
+    return Picture(name, title, max(400.0, found[0].width), below + 18, marks)
 
 
-# -- links
-
-
-def links(rows: Sequence[Traffic], title: str) -> str:
-    """Two bars for each stream of a rank: what goes over links inside of its node, and to other nodes."""
+def links(rows: Sequence[Traffic]) -> Picture:
+    """Draw two bars for each stream of a rank: what it sends inside of its node, and to other nodes."""
     left, right, row, top = 190, 350, 46, 8
     most = max((max(each.inside, each.between) for each in rows), default=0) or 1.0
     scale = (WIDTH - left - right) / most
-    parts = [line(left, top, left, top + row * len(rows), "axis")]
+    marks: list[Mark] = [Line([(left, top), (left, top + row * len(rows))], _AXIS)]
     for place, each in enumerate(rows):
         y = top + place * row
-        name = each.stream
-        parts.append(text(left - 12, y + 17, name, "strong", "end"))
-        parts.append(text(left - 12, y + 33, f"{each.ranks:,} ranks, {each.calls:,} calls", "small", "end"))
+        marks.append(Text(left - 12, y + 17, each.stream, anchor="end", is_bold=True))
+        marks.append(Text(left - 12, y + 33, f"{each.ranks:,} ranks, {each.calls:,} calls", size=12, anchor="end"))
         for offset, link, size in ((5, INSIDE, each.inside), (21, BETWEEN, each.between)):
             if size:
                 words = f"{size_text(size)} {LINK_NAMES[link]}"
                 length = max(1.5, size * scale)
-                parts.append(rect(left, y + offset, length, 13, f"link-{link}", f"{name}: {words}"))
-                parts.append(text(left + length + 6, y + offset + 11, words, "small"))
+                tip = f"{each.stream}: {words}"
+                marks.append(Rect(left, y + offset, length, 13, Style(f"link-{link}"), tip))
+                marks.append(Text(left + length + 6, y + offset + 11, words, size=12))
         took = f"{time_text(each.seconds)}, {each.hidden:.0%} hidden"
-        parts.append(text(WIDTH - 4, y + 25, took, "small strong", "end"))
-    return svg(WIDTH, top * 2 + row * len(rows), "links", title, parts)
+        marks.append(Text(WIDTH - 4, y + 25, took, size=12, anchor="end", is_bold=True))
+    return Picture("links", f"Bytes over each link, of rank {rows[0].rank}", WIDTH, top * 2 + row * len(rows), marks)
 
 
 # -- layouts
 
 
 class _Axes:
-    """Where seconds (of a logarithm, where they differ much) and bytes are."""
+    """Place seconds (their logarithms if they differ by more than 8 times) and bytes."""
 
     left, top, right, bottom = 76, 16, WIDTH - 24, 400
 
@@ -108,75 +91,75 @@ class _Axes:
     def y(self, size: float) -> float:
         return self.bottom - size / self.most * (self.bottom - self.top)
 
-    def drawn(self) -> list[str]:
-        parts = []
-        for gib in ticks(0, self.most / 2**30):
+    def marks(self) -> Iterator[Mark]:
+        for gib in _ticks(0, self.most / 2**30):
             y = self.y(gib * 2**30)
-            parts += [line(self.left, y, self.right, y, "grid"), text(self.left - 8, y + 4, f"{gib:g}", "tick", "end")]
-        for seconds in self.time_ticks():
+            yield Line([(self.left, y), (self.right, y)], _GRID)
+            yield Text(self.left - 8, y + 4, f"{gib:g}", "quiet", anchor="end")
+        for seconds in _ticks(*self.seconds, is_log=self.is_log):
             x = self.x(seconds)
-            parts.append(line(x, self.top, x, self.bottom, "grid"))
-            parts.append(text(x, self.bottom + 18, f"{seconds:g}", "tick", "middle"))
-        parts.append(text((self.left + self.right) / 2, self.bottom + 38, "seconds of a step", "tick", "middle"))
-        parts.append(f'<text transform="translate(18 {(self.top + self.bottom) / 2}) rotate(-90)" class="tick" ')
-        parts.append('text-anchor="middle">memory reserved at the peak [GiB]</text>')
-        return parts
-
-    def time_ticks(self) -> list[float]:
-        low, high = self.seconds
-        if not self.is_log:
-            return ticks(low, high)
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        return [each for each in (10.0**p * d for p in powers for d in (1, 2, 5)) if low <= each <= high]
+            yield Line([(x, self.top), (x, self.bottom)], _GRID)
+            yield Text(x, self.bottom + 18, f"{seconds:g}", "quiet", anchor="middle")
+        middle = (self.left + self.right) / 2, (self.top + self.bottom) / 2
+        yield Text(middle[0], self.bottom + 38, "seconds of a step", "quiet", anchor="middle")
+        yield Text(18, middle[1], "memory reserved at the peak [GiB]", "quiet", anchor="middle", turn=-90)
 
 
-LETTER, MOST_LETTERS = 6.6, 52
-"""How wide one is drawn, and how many of a layout's name."""
+def _ticks(low: float, high: float, *, is_log: bool = False) -> list[float]:
+    """Return some six round values of a range."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    locator = LogLocator(subs=(1, 2, 5)) if is_log else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
+    return [float(each) for each in locator.tick_values(low, high) if low <= each <= high]
 
 
 def drawn_layouts(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """All of them, or those on the frontier and the fastest."""
+    """Return all layouts, or of too many those on the frontier and the fastest."""
     best = frontier(layouts)
     others = sorted((each for each in layouts if each not in best), key=lambda each: each["step_seconds"])
     return [*best, *others[: MOST_LAYOUTS - len(best)]]
 
 
-def layouts(found: Sequence[Mapping[str, Any]], limit: int, title: str) -> str:
-    """Each layout as a point, those that fit as circles and others as crosses; a line through the best."""
+def layouts(subject: Shown) -> Picture:
+    """Draw each layout as a circle if it fits and as a cross if not, with a line through the frontier."""
+    found, limit = subject.layouts, subject.limit
     shown, best = drawn_layouts(found), frontier(found)
-    # What is far too large is drawn at the edge.
     edge = 1.7 * limit
     sizes = [min(edge, each["peak_reserved_bytes"]) for each in shown]
     axes = _Axes([each["step_seconds"] for each in shown], [*sizes, limit])
-    parts = axes.drawn()
-    parts.append(line(axes.left, axes.y(limit), axes.right, axes.y(limit), "limit"))
     points = [(axes.x(each["step_seconds"]), axes.y(each["peak_reserved_bytes"])) for each in best]
-    parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="frontier"/>')
+    marks = [*axes.marks(), Line([(axes.left, axes.y(limit)), (axes.right, axes.y(limit))], _LIMIT)]
+    marks.append(Line(points, _FRONTIER))
     for each, size in reversed(list(zip(shown, sizes, strict=True))):
-        x, y = axes.x(each["step_seconds"]), axes.y(size)
         beyond = "" if size < edge else ", drawn at the edge"
         fits = "fits" if each["fits"] else "does not fit"
         words = f"{each['label']}: {time_text(each['step_seconds'])}, {size_text(each['peak_reserved_bytes'])}, {fits}"
-        parts.append(_point(x, y, each["fits"], each in best, escape(words + beyond)))
-    parts.append(text(axes.right - 6, axes.y(limit) - 7, f"usable {size_text(limit)}", "limit halo", "end"))
-    parts += _names(best, points)
-    return svg(WIDTH, axes.bottom + 50, "layouts", title, parts)
+        style, radius = (_BEST, 6) if each in best else (_FITS, 4) if each["fits"] else (_TOO_LARGE, 4)
+        place = axes.x(each["step_seconds"]), axes.y(size)
+        marks.append(Dot(*place, radius, style, words + beyond, is_cross=not each["fits"]))
+    usable = axes.right - 6, axes.y(limit) - 7
+    marks.append(Text(*usable, f"usable {size_text(limit)}", "limit", anchor="end", has_halo=True))
+    marks += _names(best, points)
+    x, below = float(axes.left), axes.bottom + 58
+    for style, words, is_cross in (
+        (_BEST, "on the line", False),
+        (_FITS, "fits", False),
+        (_TOO_LARGE, "too large", True),
+    ):
+        marks += [Dot(x + 6, below, 5, style, is_cross=is_cross), Text(x + 17, below + 4, words)]
+        x += 110
+    return Picture("layouts", f"Layouts by time and memory: {len(found):,}", WIDTH, axes.bottom + 72, marks)
 
 
-def _point(x: float, y: float, fits: bool, is_best: bool, words: str) -> str:
-    if fits:
-        kind, radius = ("fit-fits best", 6) if is_best else ("fit-fits", 4)
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}"><title>{words}</title></circle>'
-    return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8" class="fit-too-large"><title>{words}</title></path>'
-
-
-def _names(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]]) -> Iterable[str]:
-    """Labels of the best, where they do not run into each other; as much of each as there is room for."""
+def _names(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]]) -> Iterator[Text]:
+    """Label the best layouts where labels do not overlap, with as much of each name as there is room for."""
     last = -math.inf
     for each, (x, y) in zip(best, points, strict=True):
         if y - last > 18:
             is_left = x > WIDTH * 0.6
-            room = min(MOST_LETTERS, int((x - _Axes.left if is_left else _Axes.right - x) / LETTER))
+            room = min(52, int((x - _Axes.left if is_left else _Axes.right - x) / 6.6))
             name = each["label"] if len(each["label"]) <= room else each["label"][: room - 1].rstrip(" ,") + "…"
-            yield text(x + (-10 if is_left else 10), y - 6, name, "small halo", "end" if is_left else "start")
+            yield Text(
+                x + (-10 if is_left else 10), y - 6, name, "text", 12, "end" if is_left else "start", has_halo=True
+            )
             last = y

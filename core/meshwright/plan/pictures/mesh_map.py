@@ -1,11 +1,12 @@
-"""Which ranks share what, on which link: the axes of a mesh as blocks within blocks, of which a few are drawn.
+"""The map of a mesh: its axes as blocks within blocks, of which a few are drawn.
 
-Ranks fill nodes in their order, so a node is a block too: an axis that reaches beyond a node is drawn in two parts,
-that within nodes and that between them. Of many alike the first is drawn with what is in it, and others beside it.
+Ranks fill nodes in their order, so a node is a block too. An axis that reaches beyond a node is drawn in two parts:
+within nodes, and between them. Of many equal blocks the first is drawn with its contents.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,8 @@ from ...mesh.sizes import ROOT_AXES, VIEWS, Degrees
 from ..device import Device
 from ..links import members
 from .series import BETWEEN, INSIDE, link
-from .units import DASH, TIMES
 
-NODE = "node"
+NODE, TIMES, DASH = "node", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 SHARES = {
     "pp": "other blocks of the model each; activations go from stage to stage, gradients back",
     "dp_replicate": "the same parameters each; gradients are summed",
@@ -29,18 +29,19 @@ SHARES = {
     "dp_shard_cp": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
 }
 ALL = 32
-"""Of so many ranks or fewer each is drawn."""
+"""Meshes of this many ranks or fewer are drawn rank by rank."""
+HEAD, GAP, PAD, WIDEST = 20, 6, 8, 960
+LETTER = 7.2
+"""Width of a letter, in pixels."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """An axis of the mesh, or its part within nodes or between them; or the node itself.
+    """An axis of the mesh, its part within or between nodes, or the node itself (`NODE`, without a link).
 
     Attributes:
-        axis: its name, or `NODE`.
         count: blocks along it.
-        ranks: in each of these.
-        link: that joins them: one of `series.LINKS`; "" of a node.
+        ranks: in each block.
     """
 
     axis: str
@@ -51,11 +52,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along an axis or view of the mesh, of one rank.
+    """The ranks along an axis or view of the mesh that one rank belongs to.
 
     Attributes:
-        groups: how many there are of its kind.
-        nodes: that it is on.
+        groups: number of groups along the axis.
+        nodes: number of nodes that this group spans.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Group:
 
 
 def levels(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) -> list[Level]:
-    """From the outermost; axes of a single rank are left out."""
+    """Return the levels of the mesh from the outermost, without axes of a single rank."""
     node, world = device.node.ranks, degrees.world_size
     found, inner = [], world
     for axis in axes:
@@ -86,10 +87,9 @@ def levels(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) ->
 
 
 def groups(degrees: Degrees, device: Device, rank: int) -> list[Group]:
-    """Axes and views of which a rank has others beside it."""
+    """Return the groups of a rank along all axes and views in which it is not alone."""
     found = []
-    names = [*ROOT_AXES, *VIEWS] + (["ep_shard", "ep"] if degrees.ep > 1 else [])
-    for name in names:
+    for name in [*ROOT_AXES, *VIEWS, *(["ep_shard", "ep"] if degrees.ep > 1 else [])]:
         ranks = members(name, rank, degrees, size_of(name, degrees))
         axes_above_one = [axis for axis in VIEWS.get(name, (name,)) if getattr(degrees, axis) > 1]
         if len(ranks) > 1 and (name not in VIEWS or len(axes_above_one) > 1):
@@ -100,18 +100,8 @@ def groups(degrees: Degrees, device: Device, rank: int) -> list[Group]:
 
 
 def size_of(name: str, degrees: Degrees) -> int:
-    """Ranks of a group of an axis or view."""
-    size = 1
-    for axis in VIEWS.get(name, (name,)):
-        size *= getattr(degrees, axis)
-    return size
-
-
-# -- as boxes
-
-HEAD, GAP, PAD, WIDEST = 20, 6, 8, 960
-LETTER = 7.2
-"""Width of a letter of the size that is written in."""
+    """Return the number of ranks along an axis or view."""
+    return math.prod(getattr(degrees, axis) for axis in VIEWS.get(name, (name,)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ class Box:
     """A rectangle of the map, in pixels.
 
     Attributes:
-        kind: "level", "node", "rank", "block" (of ranks, whose inside is not drawn) or "more" (of such blocks).
+        kind: "level", "node", "rank", "block" (of ranks that are not drawn) or "more" (several such blocks).
         link: of a level.
     """
 
@@ -131,26 +121,23 @@ class Box:
     text: str
     link: str = ""
 
-    def moved(self, x: float, y: float) -> Box:
-        return replace(self, x=self.x + x, y=self.y + y)
-
 
 def boxes(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) -> list[Box]:
-    """The map; the first box is around all others."""
+    """Return the rectangles of the map; the first one encloses all others."""
     return _drawn(levels(degrees, device, axes), 0, degrees, device)
 
 
 def _drawn(rest: Sequence[Level], first: int, degrees: Degrees, device: Device) -> list[Box]:
-    """A block that begins with the rank `first`, and has these levels."""
+    """Draw a block that begins with the rank `first` and has the levels `rest`."""
     if not rest:
         return [Box(0, 0, 8 + LETTER * max(4, len(f"{degrees.world_size - 1}")), 24, "rank", f"{first}")]
     level, inner = rest[0], rest[1:]
     if level.axis == NODE:
         text = f"node {first // device.node.ranks}"
         return _framed([_drawn(inner, first, degrees, device)], "node", text, "")
-    children = list(_children(level, inner, first, degrees, device))
     part = getattr(degrees, level.axis)
     split = "" if part == level.count else f" of {part:,}"
+    children = list(_children(level, inner, first, degrees, device))
     return _framed(children, "level", f"{level.axis} {TIMES} {level.count:,}{split}", level.link)
 
 
@@ -179,14 +166,14 @@ def _block(kind: str, text: str) -> Box:
 
 
 def _framed(children: Sequence[list[Box]], kind: str, text: str, joined: str) -> list[Box]:
-    """Blocks beside each other, or below each other where that is too wide, with a frame and a text around them."""
+    """Put blocks in a row, or below each other if the row is too wide, and a frame with a text around them."""
     widths, heights = [each[0].width for each in children], [each[0].height for each in children]
     is_row = sum(widths) + GAP * (len(widths) - 1) <= WIDEST
     x, y, found = float(PAD), float(HEAD), []
     for own in children:
         if own[0].kind in ("block", "more"):
             own = [replace(own[0], height=max(heights)) if is_row else replace(own[0], width=max(widths))]
-        found += [box.moved(x, y) for box in own]
+        found += [replace(box, x=box.x + x, y=box.y + y) for box in own]
         x, y = (x + own[0].width + GAP, y) if is_row else (x, y + own[0].height + GAP)
     width = max(box.x + box.width for box in found) + PAD
     height = max(box.y + box.height for box in found) + PAD

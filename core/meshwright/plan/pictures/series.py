@@ -1,8 +1,8 @@
-"""What pictures of a step are drawn of: memory at kept moments, and what runs on each stream, in few enough pieces.
+"""Memory at kept moments and the bars of each stream: what pictures of a step are drawn of.
 
-[Note: moments] Memory is told of each operator, in the order in which the host issues them: what is held at its end,
-its results included, and from when it begins on the computing stream until the next does. What is no kernel of that
-stream counts from when the kernel before it ends.
+[Note: moments] Memory is given for each operator in the order in which the host issues them: what is held when it
+ends, from when it begins on the computing stream until the next one does. What is no kernel of that stream counts from
+when the kernel before it ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from ..meter import OWNERS
 from ..time import COMPUTE, Span, Timeline
 from ..trace import Operation, Trace
 
-INSIDE, BETWEEN = "inside", "between"
-"""Links: within a node, and between nodes."""
-LINKS = (INSIDE, BETWEEN)
+INSIDE, BETWEEN = LINKS = ("inside", "between")
+"""Links within a node and between nodes."""
 SENDS = "to "
-"""What names of streams of messages begin with; a rank follows."""
+"""Prefix of the names of message streams; a rank follows."""
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -33,11 +32,8 @@ class Memory:
     """What a rank holds over a step, at kept moments; see [Note: moments].
 
     Attributes:
-        seconds: from when each is, never falling.
-        owners: bytes at each moment by owner, of owners that hold any at some moment, in the order of `OWNERS`.
-        operators: the one that has ended at each moment.
-        phases: its phase.
-        peak: the place of the moment at which most is held: of equal ones the last, as in `Trace.peak`.
+        owners: bytes at each moment, by owner; owners that never hold any are left out.
+        peak: the place of the moment that holds the most; of equal ones the last, as in `Trace.peak`.
         moments: how many there were to keep from.
     """
 
@@ -55,36 +51,35 @@ class Memory:
 
 
 def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
-    """Of one rank, at about so many moments at most: of each stretch those at which least and most is held are kept."""
+    """Return the memory of a rank at about `most` moments, with the least and the largest of each stretch."""
     last: dict[int, Operation] = {}
     for each in found.operations:
         # Marks for profilers hold nothing.
         if each.logged not in last or not each.name.startswith("profiler."):
             last[each.logged] = each
+    moments = sorted(last)
     totals, total, begin = [], 0, 0
-    for logged in sorted(last):
+    for logged in moments:
         total += sum(change for _, change in found.log[begin:logged])
         totals.append(total)
         begin = logged
-    largest = max(totals)
-    peak = max(place for place, each in enumerate(totals) if each == largest)
+    peak = max(range(len(totals)), key=lambda place: (totals[place], place))
     places = kept(totals, most, (peak,))
-    moments = [sorted(last)[place] for place in places]
+    moments = [moments[place] for place in places]
     held = _by_owner(found, moments)
-    operations = [last[logged] for logged in moments]
     return Memory(
         found.rank,
         tuple(_begun(line, moments)),
         {owner: tuple(each[owner] for each in held) for owner in OWNERS if any(each[owner] for each in held)},
-        tuple(each.name for each in operations),
-        tuple(each.phase for each in operations),
+        tuple(last[logged].name for logged in moments),
+        tuple(last[logged].phase for logged in moments),
         places.index(peak),
         len(totals),
     )
 
 
 def kept(values: Sequence[float], most: int, always: Iterable[int] = ()) -> list[int]:
-    """Places of at most about so many values: of each stretch the least and the largest, and the ends."""
+    """Return the places of about `most` values: the least and the largest of each stretch, and both ends."""
     if len(values) <= most:
         return list(range(len(values)))
     count = max(1, most // 2)
@@ -106,7 +101,7 @@ def _by_owner(found: Trace, moments: Sequence[int]) -> list[Counter[str]]:
 
 
 def _begun(line: Timeline, moments: Sequence[int]) -> Iterator[float]:
-    """From when it is on the computing stream what it is at each moment [s]."""
+    """Yield when each moment begins on the computing stream [s]."""
     spans = [span for span in line.spans if span.stream == COMPUTE]
     logged = [span.logged for span in spans]
     for moment in moments:
@@ -119,13 +114,7 @@ def _begun(line: Timeline, moments: Sequence[int]) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class Bar:
-    """Operators that run one after the other on a stream, often a single one.
-
-    Attributes:
-        name: of the longest.
-        count: how many.
-        start, end, busy: from and until when, and how much of that is worked [s].
-    """
+    """Operators that run one after the other on a stream; `name` is that of the longest, `busy` their seconds."""
 
     name: str
     phase: str
@@ -137,11 +126,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """One stream of a rank.
-
-    Attributes:
-        link: one of `LINKS` where it communicates.
-    """
+    """One stream of a rank; `link` is empty where it does not communicate."""
 
     rank: int
     stream: str
@@ -152,20 +137,20 @@ class Lane:
 def lanes(
     traces: Sequence[Trace], lines: Sequence[Timeline], degrees: Degrees, device: Device, most: int = 16_000
 ) -> list[Lane]:
-    """The streams of ranks, in about so many bars at most: what is short is taken together with what is beside it."""
+    """Return the streams of ranks in about `most` bars; short operators share a bar with their neighbours."""
     streams = [(found, line, *item) for found, line in zip(traces, lines, strict=True) for item in _streams(line)]
     room = _room([len(spans) for *_, spans in streams], most)
     made = []
     for found, line, stream, spans in streams:
         sizes = {each.group: each.ranks for each in found.collectives}
-        joined = link_of(stream, line.rank, degrees, device, sizes)
+        joined = _link_of(stream, line.rank, degrees, device, sizes)
         width = 0.0 if len(spans) <= room else 2 * line.seconds / room
         made.append(Lane(line.rank, stream, joined, tuple(_bars(spans, width))))
     return made
 
 
 def _room(counts: Iterable[int], most: int) -> int:
-    """The largest number that each may have, if together they are to have so many at most."""
+    """Return the most that each may have, so that all together have at most `most`."""
     rest = sorted(counts)
     while rest and rest[0] * len(rest) <= most:
         most -= rest.pop(0)
@@ -180,7 +165,7 @@ def _streams(line: Timeline) -> list[tuple[str, list[Span]]]:
 
 
 def _bars(spans: Iterable[Span], width: float) -> Iterator[Bar]:
-    """Bars that are no longer than so many seconds, where they are of several spans."""
+    """Yield bars of one phase each; those of several spans last at most `width` seconds."""
     group: list[Span] = []
     for span in sorted(spans, key=lambda each: each.start):
         if group and (span.phase != group[0].phase or span.end - group[0].start > width):
@@ -197,24 +182,20 @@ def _bar(group: Sequence[Span]) -> Bar:
     return Bar(longest.name, group[0].phase, len(group), group[0].start, group[-1].end, busy)
 
 
-def link_of(stream: str, rank: int, degrees: Degrees, device: Device, sizes: Mapping[str, int]) -> str:
-    """What a stream communicates over: "" where it does not.
-
-    Args:
-        sizes: of groups, by their names.
-    """
+def _link_of(stream: str, rank: int, degrees: Degrees, device: Device, sizes: Mapping[str, int]) -> str:
+    """Return the link of a stream, "" if it does not communicate; `sizes` are those of groups by name."""
     if stream.startswith(SENDS):
         return link([rank, int(stream.removeprefix(SENDS))], device)
     return link(members(stream, rank, degrees, sizes[stream]), device) if stream in sizes else ""
 
 
 def link(ranks: Iterable[int], device: Device) -> str:
-    """What joins these ranks: `BETWEEN` where they are of several nodes."""
+    """Return what joins these ranks: `BETWEEN` if they are on several nodes."""
     return BETWEEN if len({rank // device.node.ranks for rank in ranks}) > 1 else INSIDE
 
 
 def hidden(line: Timeline, stream: str) -> float:
-    """Of the seconds in which a stream works, those in which the computing stream works too."""
+    """Return the seconds in which both a stream and the computing stream work."""
     computed = [(each.start, each.end) for each in line.spans if each.stream == COMPUTE]
     starts, ends = zip(*computed, strict=True) if computed else ((), ())
     found = 0.0

@@ -1,14 +1,12 @@
-"""What pictures of a plan show: the step of a rank, or of all stages of a pipeline, and what they send over which link.
-
-`shown` makes it of a job and its plan; `write_page` and `write_pngs` draw it.
-"""
+"""What pictures of a plan show: the step of a rank or of all stages of a pipeline, their traffic, and layouts."""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ...base.errors import MeshwrightError
@@ -17,28 +15,26 @@ from ..allocator import reserved
 from ..depth import DEPTHS
 from ..device import Device
 from ..links import members, passed
-from ..planned import trace_rank
-from ..ranks import representatives
+from ..planned import representatives, sums_of, trace_rank
 from ..time import Timeline, play, stage_ranks
 from ..trace import Job, Trace
 from .series import BETWEEN, INSIDE, SENDS, Lane, Memory, hidden, lanes, link, memory
 
 WHOLE = 32
-"""Blocks of a model that is drawn as it is; of a deeper one fewer are."""
+"""Deeper models are drawn with fewer blocks."""
 OF_STAGE = 4
-"""Blocks of each stage of a pipeline, of a model that is deeper than `WHOLE`."""
+"""Blocks of each stage of a pipeline that is drawn with fewer."""
+LINK_NAMES = {INSIDE: "inside of a node", BETWEEN: "between nodes"}
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What there is to draw.
+    """What there is to draw of a plan.
 
     Attributes:
-        plan: what `planned.plan` gives.
         traces, lines: of one rank, or of one rank of each stage of a pipeline.
-        drawn_layers: blocks of the model whose step `traces` are.
-        layers: of the model that is planned.
-        layouts: what a search has found, each with `label`, `step_seconds`, `peak_reserved_bytes` and `fits`.
+        drawn_layers, layers: blocks of the model that `traces` are of, and that is planned.
+        layouts: of a search, each with `label`, `step_seconds`, `peak_reserved_bytes` and `fits`.
     """
 
     plan: Mapping[str, Any]
@@ -56,14 +52,12 @@ class Shown:
 
     @property
     def title(self) -> str:
-        return f"{self.plan['strategy']} on {self.plan['mesh']}"
+        return " on ".join(filter(None, [self.plan.get("strategy"), str(self.degrees)]))
 
     @property
     def depth(self) -> str:
-        """How much of the model is drawn, in words; "" where it is all."""
-        if self.is_whole:
-            return ""
-        return f"a model of {self.drawn_layers} blocks, not of all {self.layers}"
+        """Words for how much of the model is drawn; "" if it is all."""
+        return "" if self.is_whole else f"a model of {self.drawn_layers} blocks, not of all {self.layers}"
 
     @property
     def limit(self) -> int:
@@ -81,27 +75,25 @@ class Shown:
 
     @functools.cached_property
     def reserved(self) -> list[int]:
-        """What the allocator takes for each of `traces`, in bytes."""
+        """Bytes that the allocator takes for each of `traces`."""
         of_plan = {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.is_whole else {}
         library = self.device.library_bytes
         return [of_plan.get(found.rank) or reserved(found, workspace=library) for found in self.traces]
 
 
 def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()) -> Shown:
-    """Trace once more what is to be drawn: the rank that reserves the most, and of a pipeline all stages.
+    """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline.
 
     Args:
-        plan: of the same job and device. Of a model too deep to be drawn whole, what ranks send is told of those that
-            it has alone; see `to_plan`.
-        layouts: see `Shown`; those without seconds or bytes, since they were not planned, are left out.
+        plan: of the same job and device; see `to_plan` for the ranks that it needs if the model is deep.
+        layouts: those without seconds or bytes are left out.
 
     Raises:
         MeshwrightError: as training does.
     """
-    ranks = _ranks(job.degrees, plan)
-    layers = _layers(job)
+    ranks, layers = _ranks(job.degrees, plan), _layers(job)
     try:
-        traces = [trace_rank(_with(job, layers), rank) for rank in ranks]
+        traces = [trace_rank(job.at_depth(layers), rank) for rank in ranks]
     except MeshwrightError:
         if layers == job.layers:
             raise
@@ -114,11 +106,7 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
 
 
 def to_plan(degrees: Degrees, asked: Sequence[int] | None) -> list[int]:
-    """The ranks whose plans are drawn: those that are asked for, and of a pipeline one of each stage.
-
-    Args:
-        asked: None: those that stand for all.
-    """
+    """Return the ranks to plan for pictures: `asked` or the representatives, and one rank of each stage."""
     ranks = representatives(degrees) if asked is None else list(asked)
     return ranks if degrees.pp == 1 else sorted({*stage_ranks(ranks[0], degrees), *ranks})
 
@@ -136,24 +124,17 @@ def _layers(job: Job) -> int:
     return fewer if job.with_layers is not None and job.layers > max(WHOLE, fewer) else job.layers
 
 
-def _with(job: Job, layers: int) -> Job:
-    make = job.with_layers
-    return job if make is None or layers == job.layers else replace(job, model=lambda: make(layers))
-
-
 # -- traffic
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in a step over one group, or to one other rank; of all blocks of the model.
+    """What a rank sends in a step over one group or to one rank, for all blocks of the model.
 
     Attributes:
-        stream: the name of the group, or "to" and a rank.
-        ranks: that communicate.
-        inside, between: bytes over links inside of the node, and to other nodes; see `links.passed`.
-        seconds: in which it is under way.
-        hidden: the part of these, from 0 to 1, in which the rank computes beside; in the step that is drawn.
+        stream: name of the group, or "to" and a rank.
+        inside, between: bytes inside of its node, and to other nodes; see `links.passed`.
+        hidden: the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn.
     """
 
     rank: int
@@ -168,56 +149,45 @@ class Traffic:
 
 
 def traffic(subject: Shown) -> list[Traffic]:
-    """Of the ranks that are drawn, as far as the plan or a trace of all blocks tells them."""
+    """Return the traffic of the drawn ranks that the plan, or a trace of all blocks, tells."""
     reports = {each["rank"]: each for each in subject.plan["ranks"]}
     found = []
     for trace, line in zip(subject.traces, subject.lines, strict=True):
-        if trace.rank in reports:
-            found += _of_rank(subject, trace, line, reports[trace.rank])
-        elif subject.is_whole:
-            found += _of_rank(subject, trace, line, _report(trace, line))
+        report = reports.get(trace.rank)
+        if report is None and subject.is_whole:
+            busy = {name: line.busy(name) for name in {span.stream for span in line.spans}}
+            report = {"collectives": sums_of(trace.collectives), "busy_seconds": busy}
+        if report is not None:
+            found += _of_rank(subject, trace, line, report)
     return found
 
 
-def _report(found: Trace, line: Timeline) -> dict[str, Any]:
-    """What is read of a plan, of a trace."""
-    calls = [
-        {"kind": each.kind, "group": each.group, "ranks": each.ranks, "calls": 1, "bytes": each.bytes}
-        for each in found.collectives
-    ]
-    return {
-        "collectives": calls,
-        "busy_seconds": {name: line.busy(name) for name in {span.stream for span in line.spans}},
-    }
-
-
 def _of_rank(subject: Shown, found: Trace, line: Timeline, report: Mapping[str, Any]) -> list[Traffic]:
-    streams: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     ranks: dict[str, list[int]] = {}
     peers = _peers(found, subject.degrees)
     for row in report["collectives"]:
-        group = members(row["group"], found.rank, subject.degrees, row["ranks"])
-        pairs = {f"{SENDS}{peer}": ([found.rank, peer], part) for peer, part in peers.items()}
         if row["kind"].startswith("recv") or row["ranks"] == 1:
             continue
-        for stream, (those, part) in pairs.items() if row["kind"] == "send" else [(row["group"], (group, 1.0))]:
+        group = members(row["group"], found.rank, subject.degrees, row["ranks"])
+        parts = {row["group"]: (group, 1.0)}
+        if row["kind"] == "send":
+            parts = {f"{SENDS}{peer}": ([found.rank, peer], part) for peer, part in peers.items()}
+        for stream, (those, part) in parts.items():
             ranks[stream] = those
-            inside, between = passed(row["kind"], row["bytes"], those, subject.device.node)
-            sums = streams.setdefault(stream, [0.0, 0.0, 0.0])
-            for place, value in enumerate((row["calls"], inside, between)):
-                sums[place] += value * part
+            numbers = row["calls"], *passed(row["kind"], row["bytes"], those, subject.device.node)
+            sums[stream] = [total + value * part for total, value in zip(sums[stream], numbers, strict=True)]
     made = []
-    for stream, (calls, inside, between) in streams.items():
+    for stream, (calls, inside, between) in sums.items():
         busy, seconds = line.busy(stream), report["busy_seconds"].get(stream, 0.0)
         beside = hidden(line, stream) / busy if busy else 0.0
-        joined = link(ranks[stream], subject.device)
-        size = len(ranks[stream])
+        size, joined = len(ranks[stream]), link(ranks[stream], subject.device)
         made.append(Traffic(found.rank, stream, size, joined, round(calls), inside, between, seconds, beside))
     return made
 
 
 def _peers(found: Trace, degrees: Degrees) -> dict[int, float]:
-    """To whom messages are sent, and which part of them."""
+    """Return the ranks that messages are sent to, and the part of the messages that each gets."""
     counts: Counter[int] = Counter()
     for each in found.operations:
         if each.call is not None and each.peer is not None:
@@ -227,16 +197,18 @@ def _peers(found: Trace, degrees: Degrees) -> dict[int, float]:
     return {peer: count / counts.total() for peer, count in counts.items()}
 
 
-# -- layouts
+def busiest(rows: Sequence[Traffic]) -> list[Traffic]:
+    """Return the rows of the rank that sends the most, without those below a thousandth of its largest."""
+    of_rank = {rank: list(each) for rank, each in groupby(rows, key=lambda row: row.rank)}
+    own = max(of_rank.values(), key=lambda each: sum(row.inside + row.between for row in each))
+    most = max(max(row.inside, row.between) for row in own)
+    return [row for row in own if max(row.inside, row.between) * 1000 >= most] or own
 
 
 def frontier(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Layouts that fit, of which none other that fits is both as fast and as small; the fastest first."""
+    """Return the fitting layouts that no other fitting one beats in both time and memory, the fastest first."""
     found: list[Mapping[str, Any]] = []
     for each in sorted(layouts, key=lambda each: (each["step_seconds"], each["peak_reserved_bytes"])):
         if each["fits"] and (not found or each["peak_reserved_bytes"] < found[-1]["peak_reserved_bytes"]):
             found.append(each)
     return found
-
-
-LINK_NAMES = {INSIDE: "inside of a node", BETWEEN: "between nodes"}

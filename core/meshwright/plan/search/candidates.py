@@ -1,17 +1,17 @@
-"""Every layout that a run could have on so many devices, and why some are none.
+"""All layouts that a run could have on so many devices, and why some are refused.
 
 [Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
-`variants(*, degrees, layers, rows, microbatches, is_dtype_open)`: a list of mappings of options. `degrees` are those of
-the mesh, `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves
-the precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the file has it.
-An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
-`forecast(*, layers, ranks, sequences, head)` tells the share of time in which ranks wait, and how many microbatches a
+`variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options. `degrees`
+are those of the mesh, `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run
+file leaves the precision to the strategy, and options may contain `model.dtype`. A class without it is tried as the
+file has it. An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
+`forecast(*, layers, ranks, sequences, head)` returns the share of time in which ranks wait, and how many microbatches a
 rank holds at once.
 
-[Note: what stays] What the command line sets is kept; what the run file says of layout is where the search begins. Its
-other options are kept by all strategies that have them.
+[Note: what stays] What the command line sets is kept; the layout of the run file is where the search begins. Its other
+options are kept by all strategies that have them.
 
-What divides and what does not is never told here: candidates are given to the code that refuses.
+This module does not know what divides and what does not: candidates are given to the code that refuses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ RECOMPUTATION = "activation_checkpointing"
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 CHECKPOINTING: tuple[Any, ...] = (False, "selective", "full")
 SIZES = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
-_LAYOUT = (*SIZES, "strategy", "strategy_config", "wrapper_config", "micro_batch_size")
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,11 @@ class Candidate:
     """One layout of a run.
 
     Attributes:
-        rows: sequences of a microbatch.
-        microbatches: of each data-parallel rank in a step.
-        family: the strategy with the options that a variant has where nothing but data is divided, as text.
+        rows, microbatches: sequences of a microbatch, and microbatches of a data-parallel rank in a step.
+        family: the strategy, and as text the options that its variant has where only data is divided.
         recomputation: of activations; None: the strategy has no such option.
         values: keys of the run file, dotted, with their values.
-        wrapper: of a pipeline, the options of the wrapping strategy.
-        schedule: these as text, which is the same for all `rows`.
+        wrapper, schedule: options of the wrapping strategy of a pipeline, and as text, the same for all `rows`.
     """
 
     degrees: Degrees
@@ -67,7 +64,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """No other candidate has the same."""
+        """A unique key."""
         return (self.family, self.recomputation, self.rows, self.degrees, self.schedule)
 
     @property
@@ -85,17 +82,14 @@ class Candidate:
 
 @dataclass
 class Space:
-    """Where candidates are looked for.
+    """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`).
 
     Attributes:
         values: of the run file, with what the command line sets.
         kept: keys that the command line sets, dotted.
         world: ranks, all of which are used.
-        layers: blocks of the model.
-        length: tokens of a sequence.
-        experts: whether it has any.
-        refused: how often what was refused, digits left out, with one such text.
-        enumerated: layouts looked at.
+        refused, examples: number of refusals by reason without digits, and one such reason with digits.
+        enumerated: number of layouts.
     """
 
     values: Mapping[str, Any]
@@ -111,32 +105,30 @@ class Space:
     enumerated: int = 0
 
     def refuse(self, reason: str, count: int = 1) -> None:
-        key = re.sub(r"\d+", "N", reason.strip().splitlines()[0])
+        """Count a refusal of `count` layouts."""
+        reason = reason.strip().splitlines()[0]
+        key = re.sub(r"\d+", "N", reason)
         self.refused[key] += count
-        self.examples.setdefault(key, reason.strip().splitlines()[0])
-
-    @property
-    def is_dtype_open(self) -> bool:
-        return "dtype" not in self.values["model"]
+        self.examples.setdefault(key, reason)
 
     def keeps(self, key: str) -> bool:
+        """Return whether the command line sets a key or its section."""
         return any(each == key or key.startswith(f"{each}.") for each in self.kept)
 
     def candidates(self) -> Iterator[Candidate]:
-        """All that no check refuses before anything is traced; of a pipeline without its options, see `wrapped`."""
-        for spec in self._strategies():
+        """Yield all that no check refuses before anything is traced; pipelines without their options, see `wrapped`."""
+        registry = get_registry()
+        named = registry.get(str(self.values.get("strategy", "fsdp2")))
+        specs = [named]
+        if not self.keeps("strategy"):
+            inner = (spec for spec in registry.strategies.values() if not spec.wraps)
+            specs = sorted(inner, key=lambda each: each != named)
+        for spec in specs:
             for degrees in self.layouts():
                 yield from self._of_layout(spec, degrees)
 
-    def _strategies(self) -> list[StrategySpec]:
-        registry = get_registry()
-        named = registry.get(str(self.values.get("strategy", "fsdp2")))
-        if self.keeps("strategy"):
-            return [named]
-        return sorted((spec for spec in registry.strategies.values() if not spec.wraps), key=lambda each: each != named)
-
     def layouts(self) -> Iterator[Degrees]:
-        """The meshes of so many ranks, those first that divide a model least."""
+        """Yield the meshes of so many ranks, those first that divide a model least."""
         given = {key: self.values.get(key) for key in SIZES if self.keeps(key)}
         found = []
         for pp, replicate, shard, cp, tp in _factors(self.world, len(ROOT_AXES)):
@@ -177,17 +169,17 @@ class Space:
             for count in rows:
                 values = {**first.values, "micro_batch_size": count}
                 microbatches = batch // (degrees.dp * count)
-                if microbatches == 1 and variant not in once:
-                    continue
-                yield replace(first, rows=count, microbatches=microbatches, family=f"{spec.name} {name}", values=values)
+                if microbatches > 1 or variant in once:
+                    family = f"{spec.name} {name}"
+                    yield replace(first, rows=count, microbatches=microbatches, family=family, values=values)
 
     def _variants(self, spec: StrategySpec, degrees: Degrees, rows: int, microbatches: int) -> list[dict[str, Any]]:
-        """Options of a strategy that are worth trying; see [Note: variants]."""
         ask = getattr(spec.config_cls, "variants", None)
         if ask is None:
             return [{}]
         sizes = {"layers": self.layers, "rows": rows, "microbatches": microbatches}
-        return [dict(each) for each in ask(degrees=degrees, is_dtype_open=self.is_dtype_open, **sizes)]
+        is_open = "dtype" not in self.values["model"]
+        return [dict(each) for each in ask(degrees=degrees, is_dtype_open=is_open, **sizes)]
 
     def _recomputations(self, spec: StrategySpec) -> tuple[Any, ...]:
         if RECOMPUTATION not in spec.config_cls.model_fields:
@@ -199,54 +191,47 @@ class Space:
     def _made(
         self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
     ) -> Candidate:
-        """With options as the file, the variant and the command line have them, the last before the first."""
-        options = {**self._given("strategy_config", spec), **variant}
-        dtype = options.pop("model.dtype", None)
+        chosen = {key: value for key, value in variant.items() if key != "model.dtype"}
         if recomputed is not None:
-            options[RECOMPUTATION] = recomputed
-        options |= self._kept_options("strategy_config")
-        validated(spec.config_cls, options, where=f"strategy_config of {spec.name!r}")
+            chosen[RECOMPUTATION] = recomputed
+        options, _ = self._options("strategy_config", spec, self.values.get("strategy_config"), chosen)
         sizes = sizes_of(degrees).model_dump()
         values: dict[str, Any] = {"strategy": spec.name, **{key: sizes[key] for key in SIZES}}
         values |= {"strategy_config": options, "micro_batch_size": rows, "wrapper_config": {}}
-        if dtype is not None:
-            values["model.dtype"] = dtype
+        if variant.get("model.dtype") is not None:
+            values["model.dtype"] = variant["model.dtype"]
         return Candidate(degrees, rows, 1, spec.name, recomputed, values)
 
-    def _given(self, section: str, spec: StrategySpec, name: str | None = None) -> dict[str, Any]:
-        """What the file says that this strategy has, too."""
-        said = self.values.get(section) or {}
-        said = said if name is None else said.get(name) or {}
-        return {key: value for key, value in said.items() if key in spec.config_cls.model_fields}
+    def _options(
+        self, section: str, spec: StrategySpec, said: Mapping[str, Any] | None, chosen: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], BaseModel]:
+        """Return options of the file (`said`), those that are `chosen`, and those that the command line sets.
 
-    def _kept_options(self, section: str) -> dict[str, Any]:
-        said: Mapping[str, Any] = self.values
-        for part in section.split("."):
-            said = said.get(part) or {}
-        return {key: value for key, value in said.items() if self.keeps(f"{section}.{key}")}
+        The last win over the first.
+        """
+        said = said or {}
+        options = {key: value for key, value in said.items() if key in spec.config_cls.model_fields}
+        options |= chosen
+        options |= {key: value for key, value in said.items() if self.keeps(f"{section}.{key}")}
+        name = section.partition(".")[0]
+        return options, validated(spec.config_cls, options, where=f"{name} of {spec.name!r}")
 
     def stack(self, candidate: Candidate) -> Stack:
-        values = candidate.values
-        return resolve(
-            values["strategy"],
-            sizes_of(candidate.degrees),
-            self.world,
-            config=values["strategy_config"],
-            wrapper_config=values["wrapper_config"],
-        )[0]
+        values, sizes = candidate.values, sizes_of(candidate.degrees)
+        options = {"config": values["strategy_config"], "wrapper_config": values["wrapper_config"]}
+        return resolve(values["strategy"], sizes, self.world, **options)[0]
 
     def wrapped(self, candidate: Candidate) -> list[Candidate]:
-        """A layout with a pipeline, under each schedule and so on; those that are refused are counted."""
+        """Return a pipeline under each schedule and so on; refused ones are counted."""
         found = []
         for spec in (layer.spec for layer in self.stack(candidate).wrappers):
             place = (spec, candidate.degrees)
             more, alone = (self._variants(*place, rows, candidate.microbatches) for rows in (candidate.rows, 1))
             self.enumerated += len(more) - 1
+            said = (self.values.get("wrapper_config") or {}).get(spec.name)
             for variant, of_one_row in zip(more, alone, strict=True):
-                options = {**self._given("wrapper_config", spec, spec.name), **variant}
-                options |= self._kept_options(f"wrapper_config.{spec.name}")
                 try:
-                    config = validated(spec.config_cls, options, where=f"wrapper_config of {spec.name!r}")
+                    options, config = self._options(f"wrapper_config.{spec.name}", spec, said, variant)
                 except MeshwrightError as error:
                     self.refuse(str(error))
                     continue
@@ -255,19 +240,16 @@ class Space:
         return list({repr(each.values["wrapper_config"]): each for each in found}.values())
 
     def least(self, candidate: Candidate) -> float:
-        """Bytes that a rank holds at least: its parameters, divided by all axes that divide such."""
+        """Return the least bytes of a rank: its parameters, divided by all axes that divide such."""
         degrees = candidate.degrees
         width = WIDTHS.get(candidate.values.get("model.dtype", ""), self.size.bytes_per_element)
         return self.size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
 
     def forecast(self, candidate: Candidate, head: float) -> tuple[float, float]:
-        """Of a pipeline under a schedule, the share of waiting and the microbatches that are held; else 0 and 1.
+        """Return the share of waiting and the microbatches held by a pipeline under a schedule; else 0 and 1.
 
         Args:
-            head: the time of what the last stage computes beside its blocks, as a number of blocks.
-
-        Raises:
-            ConfigError: blocks or sequences do not divide so.
+            head: time of what the last stage computes besides its blocks, in blocks.
         """
         ask = getattr(candidate.wrapper, "forecast", None)
         if ask is None:
@@ -278,15 +260,8 @@ class Space:
 
 
 def sizes_of(degrees: Degrees) -> MeshSizes:
-    """All sizes of a mesh."""
-    return MeshSizes(
-        pp_size=degrees.pp,
-        dp_size=degrees.dp,
-        dp_replicate_size=degrees.dp_replicate,
-        cp_size=degrees.cp,
-        tp_size=degrees.tp,
-        ep_size=degrees.ep,
-    )
+    """Return all sizes of a mesh."""
+    return MeshSizes(**{key: getattr(degrees, key.removesuffix("_size")) for key in SIZES})
 
 
 def divisors(number: int) -> list[int]:
@@ -294,7 +269,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many, in order."""
+    """Yield all ways to write a number as an ordered product of `count` factors."""
     if count == 1:
         yield (number,)
         return
@@ -304,13 +279,12 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _flow(value: Any) -> str:
-    """As a line of YAML."""
     text = yaml.safe_dump(as_data(value), default_flow_style=True, width=10**9, sort_keys=False)
     return text.removesuffix("\n...\n").strip()
 
 
 def assigned(values: Mapping[str, Any], more: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The values of a run file with dotted keys set, as --set does; sections are copied before."""
+    """Return the values of a run file with dotted keys set, as --set does; sections are copied."""
     found = dict(values)
     for key, value in more:
         *parents, last = key.split(".")

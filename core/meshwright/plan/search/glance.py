@@ -1,16 +1,12 @@
-"""What is traced of one candidate: a step of one or two microbatches on few blocks, or its whole plan. Runs in a
-process of its own.
+"""What is traced of a candidate, in a process of its own: one or two microbatches on few blocks, or its whole plan.
 
 [Note: from few to all] Blocks are alike, and so are microbatches: seconds and bytes grow by the same for each. Two
 depths tell by how much for a block, and the first of two microbatches for one more. Stages of a pipeline compute what
-the same model computes on one stage, blocks and microbatches alike; the schedule's own timeline tells how long ranks
-wait.
+the same model computes on one stage; the schedule's own timeline tells how long ranks wait.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +14,11 @@ from typing import Any
 from ...base.errors import BatchError, ConfigError, MeshwrightError
 from ...base.validation import validated
 from ...train.run_file import RunConfig
-from ..allocator import reserved
 from ..device import Device
 from ..job import job_of
-from ..planned import plan, trace_rank
+from ..planned import most_of, plan, reserved_of, trace_rank
 from ..time import COMPUTE, Timeline, play
-from ..trace import Job, Trace
+from ..trace import Job
 
 DEPTHS = (3, 5)
 """Blocks of the models that are traced: enough for all that is gathered ahead, and two apart, since some models
@@ -50,16 +45,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Glance:
-    """A step on one stage, by the blocks of the model; see [Note: from few to all].
+    """A step of one or two microbatches on one stage, by the blocks of the model; see [Note: from few to all].
 
     Attributes:
-        microbatches: of the step, one or two.
-        step: seconds of it.
-        first: seconds of its first microbatch, forward and backward.
+        step, first: seconds of the step, and of its first microbatch forward and backward.
         peaks: bytes at the peak of each phase.
-        spare: what torch's allocator has taken beyond the peak, at most [bytes]; two depths do not tell how it grows.
-        held: bytes between steps.
-        activations: bytes of those when they are most.
+        spare: the most bytes that torch's allocator took beyond the peak; two depths do not tell how it grows.
+        held, activations: bytes between steps, and the most of activations.
     """
 
     microbatches: int
@@ -71,24 +63,23 @@ class Glance:
     activations: Line
 
     def seconds(self, layers: int, microbatches: int) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return self.step.at(layers) + (microbatches - self.microbatches) * self.first.at(layers)
 
-    def reserved(self, layers: int) -> float:
-        """Bytes that torch's allocator takes."""
+    def reserved(self, layers: float) -> float:
+        """Return the bytes that torch's allocator takes."""
         return max(line.at(layers) for line in self.peaks.values()) + self.spare
 
     def piped_seconds(self, layers: int, microbatches: int, ranks: int, waiting: float) -> float:
-        """Of a step on so many stages, which wait for this share of the time."""
+        """Return the seconds of a step on so many stages, which wait for this share of the time."""
         working = microbatches * self.first.at(layers) / ranks / (1 - waiting)
         rest = self.step.at(layers / ranks) - self.microbatches * self.first.at(layers / ranks)
         return working + max(0.0, rest)
 
     def piped_reserved(self, layers: int, ranks: int, live: float) -> float:
-        """Bytes of a rank of a pipeline that holds the activations of so many microbatches on all of its blocks."""
+        """Return the bytes of a rank of a pipeline that holds the activations of `live` microbatches of its blocks."""
         here = layers / ranks
-        beside = max(0.0, live - 1) * self.activations.slope * here
-        return max(line.at(here) for line in self.peaks.values()) + self.spare + beside
+        return self.reserved(here) + max(0.0, live - 1) * self.activations.slope * here
 
     @property
     def head(self) -> float:
@@ -98,12 +89,7 @@ class Glance:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is to do.
-
-    Attributes:
-        values: of a run file.
-        is_whole: a plan is asked for, not a glance.
-    """
+    """What a process is to do: a plan of a run file's values if `is_whole`, else a glance."""
 
     values: Mapping[str, Any]
     world: int
@@ -114,22 +100,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is neither glance nor plan.
-
-    Attributes:
-        of_batch: whether another batch may be taken.
-    """
+    """Why there is neither glance nor plan; `of_batch`: whether another batch may be accepted."""
 
     reason: str
     of_batch: bool
 
 
 def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
-    """A glance, a plan, or why there is none.
-
-    Raises:
-        Exception: what no check foresees.
-    """
+    """Return a glance, a plan, or why there is none."""
     try:
         config = validated(RunConfig, request.values, where="a candidate")
         job = replace(job_of(config, request.world), expert_imbalance=request.expert_imbalance)
@@ -139,39 +117,30 @@ def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
 
 
 def glance(job: Job, device: Device) -> Glance:
-    """A job's step on its first rank; it has no pipeline.
+    """Trace a job without a pipeline on its first rank.
 
     Raises:
         MeshwrightError: as training does.
     """
-    make = job.with_layers
-    shallow = make is not None and job.layers > DEPTHS[-1]
+    shallow = job.with_layers is not None and job.layers > DEPTHS[-1]
     depths = DEPTHS if shallow else (max(1, job.layers),)
+    library, spare = device.library_bytes, 0.0
     rows: list[tuple[float, ...]] = []
     peaks: list[Mapping[str, int]] = []
     for depth in depths:
-        of_depth = replace(job, model=functools.partial(make, depth)) if make is not None and shallow else job
-        found = trace_rank(of_depth, 0)
+        found = trace_rank(job.at_depth(depth) if shallow else job, 0)
         (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
-        library = device.library_bytes
-        taken = found.peak.bytes if device.is_host else reserved(found, workspace=library)
-        beyond, kept = taken - found.peak.bytes - library, found.after.bytes + library
-        rows.append((line.seconds, _first(line), beyond, kept, _activations(found)))
+        beyond = reserved_of(found, device) - found.peak.bytes - library
+        spare = max(spare, beyond) if rows else beyond
+        rows.append((line.seconds, _first(line), found.after.bytes + library, most_of(found, "activations")))
         peaks.append({phase: most + library for phase, most in found.peak.phases.items()})
-    step, first, held, activations = (Line.through(depths, [row[at] for row in rows]) for at in (0, 1, 3, 4))
-    spare = max(row[2] for row in rows)
+    step, first, held, activations = (Line.through(depths, values) for values in zip(*rows, strict=True))
     phases = {phase: Line.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
     return Glance(job.microbatches, step, first, phases, spare, held, activations)
 
 
-def _activations(found: Trace) -> int:
-    """The most that a step has held of them."""
-    changes = (change for block, change in found.log if found.owners.get(block) == "activations")
-    return max(itertools.accumulate(changes, initial=0))
-
-
 def _first(line: Timeline) -> float:
-    """When the first microbatch has been computed: the next one's forward begins, or the optimizer's work."""
+    """Return when the first microbatch has been computed: the next forward or the optimizer begins."""
     has_turned = False
     for span in line.spans:
         if span.stream == COMPUTE:

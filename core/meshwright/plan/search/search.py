@@ -1,15 +1,11 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] Of all candidates the seconds and bytes are expected (`expect`). The one that could be the fastest,
-one standard deviation below what is expected, is traced on few blocks (`glance`): that tells its numbers nearly, and
-of those that are alike a little. So on, until no other could be among the best, or the time is up. Who is unlikely to
-fit comes later, or is left out; how far expectations were off is told. Of a pipeline the model is traced on one
-stage, which tells of each of its schedules. The best are then planned, the first before others, as time allows. This
-is Bayesian optimization by a lower confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit
-Setting, 2010), on a linear model.
-
-[Note: what is too costly] A pipeline of more than `AFFORDABLE` blocks times microbatches is not planned: its numbers
-stay as a glance tells them.
+[Note: the search] The seconds and bytes of all candidates are expected (`expect`). The one that could be the fastest,
+one standard deviation below what is expected, is traced on few blocks (`glance`), which tells its numbers nearly, and
+those of similar ones a little. This repeats until no other could be among the best, or the time is up. Candidates that
+are unlikely to fit come later, or are left out. Of a pipeline the model is traced on one stage, which tells each of its
+schedules. The best are then planned, in their order, as time allows. This is Bayesian optimization by a lower
+confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit Setting, 2010), on a linear model.
 """
 
 from __future__ import annotations
@@ -31,24 +27,20 @@ from .expect import Expectations, Outlooks
 from .glance import Glance, Refusal, Request, answer
 
 AFFORDABLE = 120
-"""Blocks times microbatches; see [Note: what is too costly]."""
+"""Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance."""
 CHANCE = 0.02
-"""Who fits less likely is left out."""
+"""Candidates that fit with a lower probability are left out."""
 UNLIKELY = 1.0
-"""What a candidate's seconds are multiplied by, to this power, for one that fits e times less likely."""
+"""Seconds of a candidate that fits with probability p are multiplied by p to minus this power."""
 LOOKING = 0.7
-"""The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
+"""Part of the time in which layouts are traced; the rest is for whole plans of the best."""
 WAITING = 0.1
-"""The part in which those are waited for that are traced when it is over."""
+"""Part of the time for which traces are waited for when that is over."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout whose step is known, at least nearly.
-
-    Attributes:
-        plan: of `plan`, or the few values that a glance tells.
-    """
+    """A layout whose step is known, at least nearly; `plan` has only the values of a glance if it is not planned."""
 
     candidate: Candidate
     plan: Mapping[str, Any]
@@ -64,15 +56,7 @@ class Found:
 
 @dataclass
 class Search:
-    """See [Note: the search].
-
-    Attributes:
-        executor: answers requests.
-        workers: requests at once.
-        wanted: layouts.
-        limit_s: after so many seconds nothing new is looked at.
-        found, crowded: what has been told, of those that fit and of those that do not.
-    """
+    """See [Note: the search]. `found` fit and `crowded` do not; nothing new is traced after `limit_s` seconds."""
 
     space: Space
     executor: Executor
@@ -94,7 +78,7 @@ class Search:
     _alike: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Until no other could be among the best, or time is up."""
+        """Trace until no other candidate could be among the best, or time is up."""
         possible = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
         outlooks = Outlooks(self.space)
         found = [(each, told) for each in possible if (told := outlooks.of(each)) is not None]
@@ -119,18 +103,20 @@ class Search:
                 return
 
     def settle(self) -> None:
-        """Plan the best in their order, as time allows, but the first in any case; who does not fit is lost."""
+        """Plan the best in their order, as time allows, but the first in any case; drop those that do not fit."""
         pending: dict[Future[Any], Found] = {}
         begun, longest = {}, 0.0
         while True:
             waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
-                is_open = (
-                    not each.is_planned and each.candidate.key not in waiting and self._is_affordable(each.candidate)
-                )
+                candidate = each.candidate
+                # See `AFFORDABLE`.
+                blocks = candidate.microbatches * self.space.layers
+                is_affordable = candidate.degrees.pp == 1 or blocks <= AFFORDABLE
+                is_open = not each.is_planned and candidate.key not in waiting and is_affordable
                 has_time = number == 0 or self.elapsed + longest < self.limit_s
                 if is_open and has_time and len(pending) < self.workers:
-                    future = self.executor.submit(answer, self._request(each.candidate, is_whole=True))
+                    future = self.executor.submit(answer, self._request(candidate, is_whole=True))
                     pending[future], begun[future] = each, self.elapsed
             if not pending:
                 return
@@ -142,20 +128,18 @@ class Search:
                 if isinstance(result, Refusal):
                     self.space.refuse(result.reason)
                 else:
-                    fits_ = self._fits(each.candidate, result["peak_reserved_bytes"])
-                    (self.found if fits_ else self.crowded).append(Found(each.candidate, result))
+                    self._keep(each.candidate, result, result["peak_reserved_bytes"])
 
     def best(self) -> list[Found]:
-        """The fastest of those found."""
+        """Return the fastest of those found."""
         return self.ranked()[: self.wanted]
 
     def ranked(self) -> list[Found]:
-        """Those found, the fastest first."""
+        """Return those found, the fastest first."""
         return sorted(self.found, key=lambda each: each.seconds)
 
     def open(self) -> list[tuple[float, Candidate]]:
-        """Those that could be faster than the last of the best for all that is known, with the seconds that are
-        expected of them; first those that would have been looked at first."""
+        """Return (expected seconds, candidate) of all that could be faster than the last of the best."""
         if not self.candidates:
             return []
         least, expected = self._bounds([])
@@ -165,39 +149,34 @@ class Search:
         return [(math.exp(expected[number]), self.candidates[number]) for number in found]
 
     @property
-    def worst(self) -> float:
-        """The seconds of the last of the best; infinite while there are too few."""
-        best = self.best()
-        return best[-1].seconds if len(best) == self.wanted else float("inf")
-
-    @property
     def elapsed(self) -> float:
         return time.monotonic() - self.started
 
     @property
     def deviation(self) -> float:
-        """How far what was expected lay from what was then traced, as a part (root of the mean square)."""
+        """How far expected seconds were off those then traced, as a part (root of the mean square)."""
         found = self._expected.surprises if self.candidates else []
         return math.sqrt(sum(each**2 for each in found) / max(1, len(found)))
 
     def left_out(self) -> int:
-        """How many have not been traced, as they are expected not to fit."""
+        """Return how many have not been traced since they are expected not to fit."""
         return int((self._open & (self._expected.chance() <= CHANCE)).sum()) if self.candidates else 0
 
     def left(self) -> int:
-        """How many have not been traced that could fit."""
+        """Return how many have not been traced that could fit."""
         return int((self._open & (self._expected.chance() > CHANCE)).sum()) if self.candidates else 0
 
     def _next(self, pending: Iterable[int]) -> int | None:
-        """Whom to trace next; of pipelines whose model has been traced, all that follows is told at once."""
+        """Return whom to trace next; schedules of pipelines whose model has been traced are taken at once."""
         if self._seeds:
             return self._seeds.pop(0)
         busy = list(pending)
         while self.elapsed < LOOKING * self.limit_s:
             least, _ = self._bounds(busy)
             least[busy] = math.inf
-            number = int(least.argmin())
-            if not least[number] < math.log(self.worst):
+            number, best = int(least.argmin()), self.best()
+            worst = best[-1].seconds if len(best) == self.wanted else math.inf
+            if not least[number] < math.log(worst):
                 return None
             known = self._glances.get(_work(self._alone(self.candidates[number])))
             if known is None:
@@ -212,11 +191,9 @@ class Search:
         return found
 
     def _bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Logarithms of the least seconds of a step, and of those that are expected; infinite for who is done, or could
-        not fit.
+        """Return logarithms of the least and of the expected seconds, if `pending` candidates are as expected.
 
-        Args:
-            pending: taken to be as is expected.
+        The least are infinite for candidates that are done, or could not fit.
         """
         expected, deviation = self._expected.seconds(pending)
         chance = self._expected.chance()
@@ -225,7 +202,6 @@ class Search:
         return torch.where(could, least, math.inf), expected
 
     def _learn(self, number: int, result: Glance | Refusal) -> None:
-        """Take what a candidate's trace has told."""
         candidate = self.candidates[number]
         alone = self._alone(candidate)
         if _work(alone) not in self._glances:
@@ -236,22 +212,18 @@ class Search:
             self._refuse(alone, result)
             return
         self._done.add(number)
-        seconds, size = (
-            self._told(candidate, result) if candidate.degrees.pp == 1 else self._schedules(candidate, result)
-        )
+        if candidate.degrees.pp == 1:
+            layers = self.space.layers
+            seconds, size = result.seconds(layers, candidate.microbatches), result.reserved(layers)
+            self._note(candidate, seconds, size)
+        else:
+            seconds, size = self._schedules(candidate, result)
         if math.isfinite(seconds):
             self._expected.learn_bytes(number, result, size)
             self._expected.learn_seconds(number, seconds)
 
-    def _told(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
-        """What a glance tells of a candidate without a pipeline."""
-        layers = self.space.layers
-        seconds, size = glance.seconds(layers, candidate.microbatches), glance.reserved(layers)
-        self._keep(candidate, seconds, size)
-        return seconds, size
-
     def _schedules(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
-        """What a glance at the model on one stage tells of a pipeline under each schedule; the least seconds."""
+        """Note a pipeline under each schedule, from the model on one stage; return the least seconds and its bytes."""
         ranks, layers, count = candidate.degrees.pp, self.space.layers, candidate.microbatches
         best = (math.inf, math.inf)
         for each in self.space.wrapped(candidate):
@@ -260,15 +232,13 @@ class Search:
             except MeshwrightError as error:
                 self.space.refuse(str(error))
                 continue
-            seconds, size = (
-                glance.piped_seconds(layers, count, ranks, waiting),
-                glance.piped_reserved(layers, ranks, live),
-            )
-            self._keep(each, seconds, size)
+            seconds = glance.piped_seconds(layers, count, ranks, waiting)
+            size = glance.piped_reserved(layers, ranks, live)
+            self._note(each, seconds, size)
             best = min(best, (seconds, size))
         return best
 
-    def _keep(self, candidate: Candidate, seconds: float, size: float) -> None:
+    def _note(self, candidate: Candidate, seconds: float, size: float) -> None:
         tokens = int(self.space.values["batch_size"]) * self.space.length
         told = {
             "strategy": str(self.space.stack(candidate)),
@@ -277,12 +247,14 @@ class Search:
             "tokens_per_second_per_device": tokens / seconds / self.space.world,
             "peak_reserved_bytes": round(size),
         }
-        (self.found if self._fits(candidate, size) else self.crowded).append(Found(candidate, told))
+        self._keep(candidate, told, size)
+
+    def _keep(self, candidate: Candidate, plan: Mapping[str, Any], size: float) -> None:
+        (self.found if self._fits(candidate, size) else self.crowded).append(Found(candidate, plan))
 
     def _refuse(self, candidate: Candidate, refusal: Refusal) -> None:
-        """Nor those that are refused for the same: whatever their batch, unless that was the reason."""
-        alike = [*self._alike.get(_refusal_keys(candidate)[refusal.of_batch], ())]
-        new = set(alike) - self._done
+        """Refuse also those like a candidate: whatever their batch, unless that was the reason."""
+        new = {*self._alike.get(_refusal_keys(candidate)[refusal.of_batch], ())} - self._done
         self.space.refuse(refusal.reason, len(new))
         self._done |= new
 
@@ -294,12 +266,8 @@ class Search:
             self.nearest = (size, candidate)
         return False
 
-    def _is_affordable(self, candidate: Candidate) -> bool:
-        """See [Note: what is too costly]."""
-        return candidate.degrees.pp == 1 or candidate.microbatches * self.space.layers <= AFFORDABLE
-
     def _alone(self, candidate: Candidate) -> Candidate:
-        """The same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""
+        """Return the same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""
         count = min(2, candidate.microbatches)
         if candidate.degrees.pp == 1:
             return replace(candidate, microbatches=count)
@@ -316,7 +284,7 @@ class Search:
 
 
 def _seeds(candidates: Sequence[Candidate]) -> list[int]:
-    """With whom to begin: the first, with all that there is of recomputation; and one that tp divides most."""
+    """Return whom to trace first: the first, with each kind of recomputation; and the one that tp divides most."""
     alone = [at for at, each in enumerate(candidates) if each.degrees.pp == 1] or [0]
     most, first = alone[0], candidates[alone[0]]
     found: dict[Any, int] = {}
@@ -330,7 +298,7 @@ def _seeds(candidates: Sequence[Candidate]) -> list[int]:
 
 
 def _work(candidate: Candidate) -> tuple[Any, ...]:
-    """Candidates that compute the same in a step."""
+    """Return a key that candidates share that compute the same in a step."""
     return (candidate.family, candidate.recomputation, candidate.rows, candidate.degrees, candidate.microbatches)
 
 

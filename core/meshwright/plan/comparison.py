@@ -1,4 +1,4 @@
-"""A plan beside its run: told before, compared with the third step, and a reason to refuse what cannot fit."""
+"""A run and its plan: printed before it begins, compared with its third step, and a reason to refuse the run."""
 
 from __future__ import annotations
 
@@ -10,46 +10,49 @@ from typing import Any
 
 import torch
 
-from ...base.errors import MeshwrightError, ModelError
-from ...events.step import StepResult
-from ...files.terminal import new_console
-from ...mesh.world import CONTROL_TAG, find_device
-from ...objectives.registry import get_objective
-from ...strategy.contract import StrategyManager
-from ...strategy.hooks import hookimpl
-from ...testing.collectives import Recorder
-from ...train.model_trial import memory_of_node
-from ...train.run_file import RunConfig
-from ...train.run_model import find_model
-from .. import device as devices
-from ..device import Device
-from ..job import job_of
-from ..meter import StepMeter
-from ..model_flops import ModelFlops, model_flops
-from ..planned import plan, sums_of
-from ..trace import Job, groups
-from .advice import advice
-from .here import device_here, peak_flops
+from ..base.errors import MeshwrightError, ModelError
+from ..base.validation import validated
+from ..events.step import StepResult
+from ..files.terminal import new_console
+from ..mesh.world import CONTROL_TAG, find_device
+from ..objectives.registry import get_objective
+from ..strategy.contract import StrategyManager
+from ..strategy.hooks import hookimpl
+from ..testing.collectives import Recorder
+from ..train.model_trial import memory_of_node
+from ..train.run_file import RunConfig, assigned
+from ..train.run_model import find_model
+from . import device as device_files
+from .device import Device
+from .job import job_of
+from .meter import StepMeter
+from .model_flops import ModelFlops, model_flops
+from .planned import plan, sums_of
+from .trace import Job, groups
 
 LOOKED_AT = 2
 """The step that is compared, from 0: the first makes what is kept, and the second may still settle."""
 TOLD_PERCENT = 1.0
-"""Deviations above this are told."""
+"""Smaller deviations count as none."""
+LIKE = "h100-80gb"
+"""Device whose figures stand for an accelerator that no file describes; its times are not reported."""
+CHANGES: tuple[tuple[str, ...], ...] = (
+    ("strategy_config.activation_checkpointing=full",),
+    ("micro_batch_size=1", "strategy_config.activation_checkpointing=full"),
+    ("strategy=fsdp2", "strategy_config={activation_checkpointing: full}", "micro_batch_size=1"),
+)
+"""Changes that may make a run fit, the cheapest first; each is tried by itself."""
 
 
 @dataclass
 class Comparison:
-    """See `meshwright.train.companion.Companion`.
+    """A run's companion; see `meshwright.train.companion.Companion`.
 
     Attributes:
-        plan: see `planned.plan`; None: the run cannot be planned.
-        why_not: the reason then.
-        refusal: why the run is not to be done.
-        model: what it needs.
-        peak_flops: see `meshwright.train.companion.Companion`.
-        has_time: whether the plan is of a device whose times are known.
-        sees_operators: whether operators can be seen one by one; not where they are compiled.
-        found: of the step that was looked at: bytes, and collectives as in the plan.
+        plan: from `planned.plan`; None, with `why_not`: the run cannot be planned.
+        has_time: whether the times of the plan's device are known.
+        sees_operators: whether operators can be observed: not where they are compiled.
+        found: bytes of the step that was observed, and collectives as in the plan.
         seconds: of the steps so far.
     """
 
@@ -71,11 +74,9 @@ class Comparison:
         return self.model.per_token
 
     def lines(self) -> list[str]:
-        return [self._planned(), *self._uncounted()]
-
-    def _uncounted(self) -> list[str]:
         reason = self.model.why_not
-        return [f"FLOPs of the model are not counted, so there is no MFU: {reason}"] if reason else []
+        uncounted = [f"FLOPs of the model are not counted, so there is no MFU: {reason}"] if reason else []
+        return [self._planned(), *uncounted]
 
     def _planned(self) -> str:
         if self.plan is None:
@@ -102,7 +103,7 @@ class Comparison:
 
     @contextmanager
     def _looking(self, manager: StrategyManager, step: int) -> Iterator[None]:
-        """Count what a step holds at most, and sends; of those before, only what they leave behind."""
+        """Measure what a step holds at most, and sends; of earlier steps, only what they leave."""
         device = manager.mesh.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -130,17 +131,17 @@ class Comparison:
         if self.plan is None or self._is_told:
             return
         self.seconds.append(result.seconds)
-        # The time is that of the first step that nobody has looked at.
+        # The time is that of the first step that is not observed.
         self._is_told = len(self.seconds) > LOOKED_AT + self.has_time or result.step == result.steps
         if self._is_told:
             for line in self.compared():
                 new_console().print(line, highlight=False, soft_wrap=True)
 
     def compared(self) -> list[str]:
-        """Where the plan was off, quantity by quantity."""
+        """Return where the plan was off, quantity by quantity."""
         told = (self.plan or {}).get("ranks", [{}])[0]
         lines = []
-        # Operators tell nothing of workspaces; a device's allocator has them.
+        # Operators show no workspaces; a device's allocator has them.
         left_out = 0 if self._is_of_device else told.get("library_bytes", 0)
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "held_bytes")):
             if key in self.found:
@@ -154,8 +155,7 @@ class Comparison:
 
 def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     """Plan a run on so many ranks, as its `plan` section says; see `meshwright.train.companion.Accompany`."""
-    asked = config.plan
-    if not asked.enabled:
+    if not config.plan.enabled:
         return None
     try:
         device, has_time = _device(config, world_size)
@@ -164,10 +164,9 @@ def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     except MeshwrightError:
         return None
     comparison = _planned(config, world_size, job, device, has_time=has_time)
-    if comparison.refusal is not None:
-        return comparison
-    comparison.model = model_flops(job, objective)
-    comparison.peak_flops = peak_flops(find_device(config.device), _dtype(comparison.plan, config))
+    if comparison.refusal is None:
+        comparison.model = model_flops(job, objective)
+        comparison.peak_flops = peak_flops(find_device(config.device), _dtype(comparison.plan, config))
     return comparison
 
 
@@ -181,7 +180,11 @@ def _planned(config: RunConfig, world_size: int, job: Job, device: Device, *, ha
         return Comparison(None, str(error))
     comparison = Comparison(found, has_time=has_time, sees_operators=not job.is_compiled)
     if not found["fits"]:
-        refusal = _too_large(found, advice(config, world_size, device))
+        needed, has = (found[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
+        refusal = ModelError(
+            f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for "
+            f"it. {_advice(config, world_size, device)} Or set plan.when_too_large=warn to try it all the same."
+        )
         if config.plan.when_too_large == "refuse":
             comparison.refusal = refusal
         else:
@@ -189,8 +192,27 @@ def _planned(config: RunConfig, world_size: int, job: Job, device: Device, *, ha
     return comparison
 
 
+def _advice(config: RunConfig, world_size: int, device: Device) -> str:
+    """Return a sentence: the first of `CHANGES` that makes a run fit, or how near the best of them comes."""
+    nearest: tuple[int, str] | None = None
+    for changes in CHANGES:
+        flags = " ".join(f"--set {change!r}" if " " in change else f"--set {change}" for change in changes)
+        try:
+            changed = validated(RunConfig, assigned(config.model_dump(by_alias=True), changes), where="the run file")
+            found = plan(job_of(changed, world_size), device, [0])
+        except MeshwrightError:
+            continue
+        if found["fits"]:
+            return f"It fits with {flags}."
+        if nearest is None or found["peak_reserved_bytes"] < nearest[0]:
+            nearest = found["peak_reserved_bytes"], flags
+    if nearest is None:
+        return "Use more ranks, or a smaller model."
+    return f"{nearest[1]} would still need {nearest[0] / 2**30:,.1f} GiB. Use more ranks, or a smaller model."
+
+
 def _dtype(found: dict[str, Any] | None, config: RunConfig) -> str:
-    """In which most of the products of a run are computed; without a plan, that of its model."""
+    """Return the dtype of most products of a run."""
     if found is None:
         return str(find_model(config.model).dtype(config.model)).removeprefix("torch.")
     by_dtype: dict[str, int] = found["ranks"][0]["flops_by_dtype"]
@@ -198,7 +220,7 @@ def _dtype(found: dict[str, Any] | None, config: RunConfig) -> str:
 
 
 def plan_of(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """The plan of a run on so many ranks and the device that it is on.
+    """Return the plan of a run on so many ranks and its device.
 
     Raises:
         MeshwrightError: what is wrong with the run.
@@ -206,23 +228,43 @@ def plan_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     return plan(job_of(config, world_size), _device(config, world_size)[0])
 
 
+# -- the device of the run
+
+
 def _device(config: RunConfig, world_size: int) -> tuple[Device, bool]:
+    """Return the device of a run, and whether times on it are known."""
     if config.plan.device is not None:
-        return devices.find_device(config.plan.device), True
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return device_here(find_device(config.device), ranks_here=here, memory_of_node=memory_of_node())
+        return device_files.find_device(config.plan.device), True
+    kind = find_device(config.device)
+    if kind.type != "cuda":
+        # Allocators of the CPU return what is freed, and ranks on a node share its memory.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        memory = memory_of_node() // max(1, ranks_here)
+        changes: dict[str, Any] = {"name": "this CPU", "memory_bytes": memory, "context_bytes": 0}
+        return device_files.find_device("cpu").model_copy(update=changes), False
+    found, known = torch.cuda.get_device_properties(kind), _known_here(kind)
+    base = known or device_files.find_device(LIKE)
+    return base.model_copy(update={"name": found.name, "memory_bytes": found.total_memory}), known is not None
 
 
-def _too_large(found: dict[str, Any], how: str) -> ModelError:
-    needed, has = (found[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
-    return ModelError(
-        f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for it. "
-        f"{how} Or set plan.when_too_large=warn to try it all the same."
-    )
+def _known_here(kind: torch.device) -> Device | None:
+    """Return this process's device by its driver's name for it; None: a CPU, or one that no file describes."""
+    if kind.type != "cuda":
+        return None
+    name = torch.cuda.get_device_properties(kind).name
+    return next((each for each in map(device_files.find_device, device_files.devices()) if name in each.known_as), None)
+
+
+def peak_flops(kind: torch.device, dtype: str) -> float | None:
+    """Return the most products a second of a dtype on this process's device; None: not known, or a CPU."""
+    known = _known_here(kind)
+    return None if known is None else known.flops.get(dtype)
+
+
+# -- words
 
 
 def _traffic(told: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> str:
-    """Which collectives were others than planned."""
     keys = ("kind", "group", "ranks", "dtype")
     planned, real = ({tuple(row[key] for key in keys): row for row in rows} for rows in (told, found))
     other = []

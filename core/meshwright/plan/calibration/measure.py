@@ -1,7 +1,7 @@
-"""How fast this rank's device computes while all ranks do the same: products, attention, streams, single operators.
+"""How fast a device computes and how long collectives take, while all ranks do the same.
 
-All times are those of the slowest rank, in the best of many short windows: others that use the machine now and then are
-left out, and peers, which compute all the time, are not.
+All times are those of the slowest rank, in the best of many short windows: other programs that use the machine now and
+then are left out, and peers, which compute all the time, are not.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from ...mesh.world import World
-from ...tensors.ops import moments_of
+from ...mesh.world import World, same_timeout
+from ...tensors.ops import all_gather_single, moments_of, reduce_scatter_single
 from ...testing.meter import Meter
 from ...testing.observe import Observer
 from ..kernels import VIEW_COST, is_kernel
-from ..touched import touched
-from ..trace import Operation
+from ..trace import Operation, touched
+from .fit import Sample
 
 CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Of the smallest size of a product."""
+"""Smallest sizes of products."""
 PATIENCE_S = 0.5
 """What takes longer is not measured, nor is the same in larger."""
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,11 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        window_s: for how long work is repeated at least.
-        windows: of which the best counts; of work that takes longer than a window, fewer.
+        window_s, windows: work is repeated for that long, and the best of so many windows counts.
         passes: over all that is measured, some time apart.
-        classes: of products, by the smallest of their sizes.
-        widest: the other sizes are four times the smallest, but no more than this.
+        classes, widest: smallest sizes of products; the others are four times as large, up to `widest`.
         length: tokens of an attention.
-        stream_bytes: of a tensor that is streamed.
-        streams: how many such tensors take their turns.
+        stream_bytes, streams: of a tensor that is streamed, and how many take turns.
         messages: bytes of collectives.
     """
 
@@ -58,8 +57,11 @@ class Effort:
 
     @classmethod
     def of(cls, device: torch.device) -> Effort:
-        """What takes some minutes. A CPU's memory is streamed by tensors such as a step has: each page of larger ones
-        is made anew, and smaller ones stay in a core's own cache."""
+        """Return what takes some minutes.
+
+        A CPU's memory is streamed by tensors such as a step has: each page of larger ones is made anew, and smaller
+        ones stay in a core's own cache.
+        """
         if device.type != "cpu":
             return cls()
         messages = tuple(1 << power for power in range(10, 27, 2))
@@ -67,31 +69,23 @@ class Effort:
 
 
 class Clock:
-    """Times work that all ranks do together.
-
-    Args:
-        world: the ranks.
-    """
+    """Times work that all ranks do together."""
 
     def __init__(self, world: World, effort: Effort) -> None:
         self._world, self._effort = world, effort
 
     def seconds(self, work: Callable[[], object]) -> float | None:
-        """Of one call. Collective; `work` may be a collective, too.
-
-        Returns:
-            None: it takes longer than `PATIENCE_S`.
-        """
+        """Return the time of one call, None if it exceeds `PATIENCE_S`. Collective; `work` may be one, too."""
         work()
-        once = self.window(work, 1)
+        once = self._window(work, 1)
         if once > PATIENCE_S:
             return None
         count = max(1, round(self._effort.window_s / once))
         windows = max(2, round(self._effort.windows * min(1.0, self._effort.window_s / once)))
-        return min(self.window(work, count) for _ in range(windows)) / count
+        return min(self._window(work, count) for _ in range(windows)) / count
 
-    def window(self, work: Callable[[], object], count: int) -> float:
-        """Seconds in which the slowest rank calls it so many times."""
+    def _window(self, work: Callable[[], object], count: int) -> float:
+        """Return the time in which the slowest rank calls it so many times."""
         self.wait()
         self._world.exchange([0], [])
         begin = time.perf_counter()
@@ -101,17 +95,17 @@ class Clock:
         return self.slowest(time.perf_counter() - begin)
 
     def slowest(self, seconds: float) -> float:
-        """The most that a rank has measured, so that all go on with the same."""
+        """Return the most that a rank has measured, on all ranks."""
         return max(1, self._world.exchange([], [round(seconds * 1e9)])[1][0]) / 1e9
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has done its work."""
         if self._world.device.type != "cpu":
             torch.accelerator.synchronize()
 
 
 def products(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> dict[int, float]:
-    """Operations a second of matrix products by class, as far as they are done within a while.
+    """Return the operations a second of matrix products by class, as far as `PATIENCE_S` allows.
 
     Each class is what a linear layer does: its forward, the gradient of its input and that of its weight, each with
     another size as the smallest; with all sizes alike, and with the others four times as large.
@@ -142,7 +136,7 @@ def _linear(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> I
 
 
 def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Operations a second of causal attention, forward and backward; see [Note: causal attention] in `kernels`."""
+    """Return the operations a second of causal attention, forward and backward; see its note in `kernels`."""
     heads, width = 8, 64 if device.type == "cpu" else 128
     shape = (1, heads, effort.length, width)
     inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
@@ -158,11 +152,24 @@ def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Ef
     return flops / (forward or 1.0), 2.5 * flops / (backward or 1.0)
 
 
-def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, float]:
-    """Bytes a second that operators without products read and write, by their names.
+_STREAMS: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+    "copy": (2, lambda a, b, c: a.copy_(b)),
+    "add": (3, lambda a, b, c: a + b),
+    "mul": (3, lambda a, b, c: a * b),
+    "silu": (2, lambda a, b, c: F.silu(a)),
+    "softmax": (2, lambda a, b, c: torch.softmax(a, -1)),
+    "mean of squares": (3, lambda a, b, c: a.pow(2).mean(-1, keepdim=True)),
+    "cat": (4, lambda a, b, c: torch.cat([a, b], -1)),
+    "lerp in place": (3, lambda a, b, c: a.lerp_(b, 1e-3)),
+    "addcmul in place": (4, lambda a, b, c: a.addcmul_(b, c, value=1e-3)),
+    "sqrt": (2, lambda a, b, c: a.sqrt()),
+}
+"""Operators of blocks and of optimizers without products, and how many tensors they read and write: some make new
+tensors, some change theirs, some compute more than a sum."""
 
-    They are those of blocks and of optimizers: some make new tensors, some change theirs, some compute more than a sum.
-    """
+
+def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, float]:
+    """Return the bytes a second that the operators of `_STREAMS` read and write."""
     columns = 1024
     shape = (max(1, effort.stream_bytes // 4 // columns), columns)
     tensors = [torch.rand(shape, device=device) for _ in range(max(3, effort.streams))]
@@ -174,27 +181,15 @@ def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, flo
         turn += 1
         return [tensors[(turn * 3 + place) % len(tensors)] for place in range(3)]
 
-    works: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
-        "copy": (2, lambda a, b, c: a.copy_(b)),
-        "add": (3, lambda a, b, c: a + b),
-        "mul": (3, lambda a, b, c: a * b),
-        "silu": (2, lambda a, b, c: F.silu(a)),
-        "softmax": (2, lambda a, b, c: torch.softmax(a, -1)),
-        "mean of squares": (3, lambda a, b, c: a.pow(2).mean(-1, keepdim=True)),
-        "cat": (4, lambda a, b, c: torch.cat([a, b], -1)),
-        "lerp in place": (3, lambda a, b, c: a.lerp_(b, 1e-3)),
-        "addcmul in place": (4, lambda a, b, c: a.addcmul_(b, c, value=1e-3)),
-        "sqrt": (2, lambda a, b, c: a.sqrt()),
-    }
     found = {}
-    for name, (passes, work) in works.items():
+    for name, (passes, work) in _STREAMS.items():
         seconds = clock.seconds(lambda work=work: work(*others()))  # type: ignore[misc]
         found[name] = passes * size / (seconds or 1.0)
     return found
 
 
 def least_kernel(clock: Clock, device: torch.device) -> float:
-    """Seconds that the least of kernels takes on the device: a few elements are changed.
+    """Return the seconds of the least of kernels, which changes a few elements.
 
     An accelerator gets them behind something long, so that it never waits for the host.
     """
@@ -233,7 +228,7 @@ class _Block(nn.Module):
 
 
 class _Counts(Observer):
-    """How many operators are kernels, and how many are views."""
+    """Numbers of operators that are kernels, and that are views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,16 +238,16 @@ class _Counts(Observer):
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         self.meter.observe(operation, args, kwargs, result)
         reads, writes = touched(self.meter, operation, args, kwargs, result)
-        made = Operation(str(operation), 0, 0, (), None, None, reads, writes)
-        self.kernels += is_kernel(made)
-        self.views += not is_kernel(made)
+        is_one = is_kernel(Operation(str(operation), 0, 0, (), None, None, reads, writes))
+        self.kernels += is_one
+        self.views += not is_one
 
 
 def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
-    """Seconds in which the host issues one operator of a model, forward or backward.
+    """Return the seconds in which the host issues one operator of a model, forward or backward.
 
     Args:
-        kernel_s: what it takes besides where the device is the host.
+        kernel_s: what it takes besides, if the device is the host.
     """
     block = nn.Sequential(*(_Block() for _ in range(4))).to(device)
     hidden = torch.randn(4, 8, device=device, requires_grad=True)
@@ -275,7 +270,7 @@ def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
 
 
 def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
-    """The part of its speed at which the device computes while a collective of all ranks runs.
+    """Return the part of its speed at which the device computes while a collective of all ranks runs.
 
     Computing that takes about twice as long as some all-reduces begins with them, and ends later by what they take.
     """
@@ -283,22 +278,71 @@ def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
     width = 512 if device.type == "cpu" else 4096
     square = torch.randn(width, width, device=device)
 
-    def carry() -> None:
-        for work in [dist.all_reduce(message, async_op=True) for _ in range(4)]:
+    def carry(products: int = 0) -> None:
+        works = [dist.all_reduce(message, async_op=True) for _ in range(4)]
+        for _ in range(products):
+            square @ square
+        for work in works:
             if work is not None:
                 work.wait()
 
     carried = clock.seconds(carry) or 1.0
     product = clock.seconds(lambda: square @ square) or 1.0
     count = max(1, round(2 * carried / product))
-
-    def both() -> None:
-        works = [dist.all_reduce(message, async_op=True) for _ in range(4)]
-        for _ in range(count):
-            square @ square
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    together = clock.seconds(both) or 1.0
+    together = clock.seconds(lambda: carry(count)) or 1.0
     return min(1.0, max(0.0, 1 - (together - count * product) / carried))
+
+
+# -- collectives
+
+
+def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> list[Sample]:
+    """Measure collectives of all ranks, of those of each node, of one rank of each node, and of pairs. Collective.
+
+    Groups that share no rank are measured at the same time, as in a step. Ranks fill nodes in their order.
+    """
+    sizes = {world.size, ranks_of_node, 2} if world.size % 2 == 0 else {world.size, ranks_of_node}
+    meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
+    if 1 < ranks_of_node < world.size:
+        meshes.append((world.size // ranks_of_node, True))
+    found: list[Sample] = []
+    for size, is_across in meshes:
+        # Groups are neighbours, or the ranks with the same place in each node.
+        others = world.size // size
+        with same_timeout():
+            mesh = init_device_mesh(world.device.type, (size, others) if is_across else (others, size))
+        group = mesh.get_group(0 if is_across else 1)
+        members = tuple(dist.get_process_group_ranks(group))
+        for kind in KINDS:
+            # Messages go from the first of a pair to the second; a larger group would add nothing.
+            if kind != "send" or len(members) == 2:
+                found += _of_kind(kind, group, members, world, clock, effort)
+    return found
+
+
+def _of_kind(
+    kind: str, group: dist.ProcessGroup, members: tuple[int, ...], world: World, clock: Clock, effort: Effort
+) -> Iterator[Sample]:
+    """Measure all sizes, as far as `PATIENCE_S` allows."""
+    for size in effort.messages:
+        count = -(-size // (4 * len(members))) * len(members)
+        whole, other = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
+        part = torch.zeros(count // len(members), device=world.device)
+        seconds = clock.seconds(_work(kind, group, whole, other, part))
+        if seconds is None:
+            return
+        yield Sample(kind, 4 * count, members, seconds)
+
+
+def _work(kind: str, group: dist.ProcessGroup, whole: Tensor, other: Tensor, part: Tensor) -> Callable[[], object]:
+    works: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+        "send": lambda: dist.send(whole, group=group, group_dst=1),
+    }
+    if kind == "send" and dist.get_rank(group) > 0:
+        return lambda: dist.recv(whole, group=group, group_src=0)
+    return works[kind]

@@ -1,1 +1,0 @@
-"""A plan beside its run."""

@@ -1,0 +1,183 @@
+"""Colours and marks of still pictures; the same marks are written as SVG into a page and painted into PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TypeAlias
+
+GROUND = {
+    "ground": ("#ffffff", "#14171c"),
+    "panel": ("#f4f6f8", "#1c2128"),
+    "text": ("#1c2330", "#e6e9ee"),
+    "quiet": ("#586173", "#a3adbb"),
+    "line": ("#d5dae1", "#343b46"),
+    "limit": ("#b3261e", "#ff8a80"),
+    "good": ("#1a7f4b", "#5fd39a"),
+    "focus": ("#1d5fd0", "#8ab4ff"),
+}
+"""Colours on a light and on a dark ground. Each has a contrast of at least 3 to its ground, texts of at least 4.5 (WCAG
+2.2, 1.4.3 and 1.4.11)."""
+OWNER = {
+    "parameters": ("#2b5c9e", "#6f9fe8"),
+    "gradients": ("#7b4ea3", "#b892e6"),
+    "optimizer": ("#1f7a74", "#4fb8ae"),
+    "gathered": ("#2f8fc9", "#8fd0f5"),
+    "activations": ("#c9691a", "#f0a05a"),
+    "communication": ("#b8324a", "#f07a8c"),
+    "temporary": ("#8a7610", "#d9c050"),
+    "other": ("#6b7280", "#9aa3b0"),
+}
+PHASE = {
+    "forward": ("#3f6fc4", "#7aa2ee"),
+    "backward": ("#22855a", "#52c08f"),
+    "optimizer": ("#a8660f", "#e5ad55"),
+}
+LINK = {"inside": ("#7b4ea3", "#b892e6"), "between": ("#c2410c", "#ff9563")}
+FIT = {"fits": ("#1a7f4b", "#5fd39a"), "too large": ("#b3261e", "#ff8a80")}
+ALL = {"": GROUND, "owner-": OWNER, "phase-": PHASE, "link-": LINK, "fit-": FIT}
+COLOURS = {f"{prefix}{name}".replace(" ", "-"): pair for prefix, each in ALL.items() for name, pair in each.items()}
+"""All colours by the names that styles and CSS variables use."""
+
+
+def variables() -> str:
+    """Return all colours as CSS variables, with the dark ones where the reader prefers a dark ground."""
+    light, dark = ("".join(f"--{name}:{pair[place]};" for name, pair in COLOURS.items()) for place in (0, 1))
+    return f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+# -- marks, in pixels from the upper left corner
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colours are names in `COLOURS`, or "none"; `opacity` is that of the fill."""
+
+    fill: str = "none"
+    stroke: str = "none"
+    width: float = 1.0
+    dash: tuple[float, ...] = ()
+    opacity: float = 1.0
+
+    def css(self) -> str:
+        fill, stroke = (name if name == "none" else f"var(--{name})" for name in (self.fill, self.stroke))
+        parts = [f"fill:{fill}"]
+        parts += [f"fill-opacity:{self.opacity:g}"] if self.opacity < 1 else []
+        parts += [f"stroke:{stroke};stroke-width:{self.width:g}"] if self.stroke != "none" else []
+        parts += [f"stroke-dasharray:{' '.join(f'{each:g}' for each in self.dash)}"] if self.dash else []
+        return ";".join(parts)
+
+
+@dataclass(frozen=True)
+class Rect:
+    x: float
+    y: float
+    width: float
+    height: float
+    style: Style
+    tip: str = ""
+    radius: float = 0
+
+    def svg(self) -> str:
+        place = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
+        return _element("rect", self.style, self.tip, **place)
+
+
+@dataclass(frozen=True)
+class Line:
+    points: Sequence[tuple[float, float]]
+    style: Style
+
+    def svg(self) -> str:
+        return _element("polyline", self.style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in self.points))
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A circle, or a cross as large as it."""
+
+    x: float
+    y: float
+    radius: float
+    style: Style
+    tip: str = ""
+    is_cross: bool = False
+
+    def svg(self) -> str:
+        x, y, r = self.x, self.y, self.radius
+        if self.is_cross:
+            cross = f"M{x - r:.1f} {y - r:.1f}l{2 * r:g} {2 * r:g}m0 -{2 * r:g}l-{2 * r:g} {2 * r:g}"
+            return _element("path", self.style, self.tip, d=cross)
+        return _element("circle", self.style, self.tip, cx=x, cy=y, r=r)
+
+
+@dataclass(frozen=True)
+class Text:
+    """`x` and `y` are where `anchor` ("start", "middle" or "end") of the baseline lies; `turn` is in degrees."""
+
+    x: float
+    y: float
+    words: str
+    colour: str = "text"
+    size: float = 12.5
+    anchor: str = "start"
+    is_bold: bool = False
+    has_halo: bool = False
+    turn: float = 0
+
+    def svg(self) -> str:
+        place = f'x="{self.x:.1f}" y="{self.y:.1f}"'
+        if self.turn:
+            place = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.turn:g})"'
+        style = f"fill:var(--{self.colour});font-size:{self.size:g}px" + (";font-weight:600" if self.is_bold else "")
+        halo = ' class="halo"' if self.has_halo else ""
+        return f'<text {place}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.words)}</text>'
+
+
+Mark: TypeAlias = "Rect | Line | Dot | Text"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Marks, and a title that screen readers read aloud; `name` is the id of its SVG."""
+
+    name: str
+    title: str
+    width: float
+    height: float
+    marks: Sequence[Mark]
+
+    def svg(self) -> str:
+        name, marks = self.name, "".join(each.svg() for each in self.marks)
+        size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
+        title = f'<title id="{name}-title">{escape(self.title)}</title>'
+        described = f'role="img" aria-labelledby="{name}-title" id="{name}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {described}>{title}{marks}</svg>'
+
+
+def legend(signs: Iterable[tuple[str, str]], x: float, y: float) -> list[Mark]:
+    """Return a row of coloured squares with their (colour, meaning)."""
+    made: list[Mark] = []
+    for colour, words in signs:
+        made += [Rect(x, y, 13, 13, Style(fill=colour), radius=3), Text(x + 19, y + 11, words)]
+        x += 45 + 7 * len(words)
+    return made
+
+
+def _element(tag: str, style: Style, tip: str = "", **attributes: float | str) -> str:
+    given = (f'{name}="{each if isinstance(each, str) else format(each, ".1f")}"' for name, each in attributes.items())
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    return f'<{tag} {" ".join(given)} style="{style.css()}">{title}</{tag}>'
