@@ -40,7 +40,8 @@ from transformers import AutoModelForCausalLM
 from meshwright import Checkpointer, Mesh, MeshSizes, OptimizerConfig, optimizer_factory, resolve
 from meshwright.checkpoint import export_checkpoint, steps_in
 from meshwright.launch.local import launch
-from meshwright.mesh.world import World, open_world
+from meshwright.launch.open_world import open_world
+from meshwright.mesh.world import World
 from meshwright.strategy.contract import StrategyManager
 
 OURS, OURS_ASYNC, TORCH, TORCH_ASYNC = CONTESTANTS = ("ours", "ours, asynchronous", "torch", "torch, asynchronous")

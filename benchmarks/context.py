@@ -29,9 +29,9 @@ from common import llama, origin
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import open_world
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.stack import resolve
 from meshwright.testing.memory import measure_memory

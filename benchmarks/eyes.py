@@ -119,7 +119,7 @@ class Observers:
 
 def call_cost(trackers: Sequence[str]) -> dict[str, float]:
     """Microseconds of the host that one record costs the first rank, in a loop of nothing else."""
-    from meshwright.mesh.world import open_world
+    from meshwright.launch.open_world import open_world
     from meshwright.train.memory import memory_now
 
     found: dict[str, float] = {}

@@ -39,7 +39,8 @@ from transformers import AutoModelForCausalLM
 
 import meshwright
 from meshwright.launch.local import launch
-from meshwright.mesh.world import World, open_world
+from meshwright.launch.open_world import open_world
+from meshwright.mesh.world import World
 
 OURS, PLAIN, READ = CONTESTANTS = ("ours", "plain", "plain, read")
 LIMIT_MB = 64

@@ -27,9 +27,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from meshwright.base.validation import validated
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import World, open_world
+from meshwright.mesh.world import World
 from meshwright.plan.calibration.calibrate import calibrate
 from meshwright.plan.calibration.measure import Effort
 from meshwright.plan.device import Device

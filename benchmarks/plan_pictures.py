@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from meshwright.cli.plan import load_job
 from meshwright.mesh.sizes import Degrees
+from meshwright.plan.command import load_job
 from meshwright.plan.device import find_device
 from meshwright.plan.job import job_of
 from meshwright.plan.pictures.pngs import write_pngs

@@ -38,7 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.launch.local import launch
-from meshwright.mesh.world import World, open_world
+from meshwright.launch.open_world import open_world
+from meshwright.mesh.world import World
 
 RAW_A, OURS, RAW_B = CONTESTANTS = ("raw A", "ours", "raw B")
 

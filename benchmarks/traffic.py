@@ -31,7 +31,7 @@ from rich.table import Table
 from step import TOLERANCE, Plan, about
 
 from meshwright.launch.local import launch
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright.testing.collectives import Traffic, measure_collectives
 
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {

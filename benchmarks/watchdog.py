@@ -24,11 +24,10 @@ import torch.distributed as dist
 from contestants import Step, Work, built
 from one_contest import compete
 
-from meshwright.launch.position import At
-from meshwright.launch.progress import Progress
+from meshwright.launch.hang import read_signs
 from meshwright.launch.pulse import SIGNS, Pulse, write_sign
 from meshwright.launch.rank import connect_store
-from meshwright.launch.signs import Sign, read_signs
+from meshwright.mesh.progress import At, Progress, Sign
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import moments_of
 from meshwright.train.loop import train_step

@@ -121,7 +121,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import torch
 
-    from meshwright.mesh.world import open_world
+    from meshwright.launch.open_world import open_world
 
     size = SIZES[options.size]
     with open_world(options.device) as world:

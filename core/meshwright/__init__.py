@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .base.errors import StrategyError as StrategyError
     from .base.errors import TrainingError as TrainingError
     from .base.errors import UnknownStrategyError as UnknownStrategyError
+    from .base.stopping import Stopped as Stopped
+    from .base.stopping import StopSignals as StopSignals
     from .base.validation import FrozenModel as FrozenModel
     from .checkpoint import Checkpointer as Checkpointer
     from .checkpoint import load_checkpoint as load_checkpoint
@@ -35,14 +37,12 @@ if TYPE_CHECKING:
     from .events.run import TrackerSpec as TrackerSpec
     from .events.step import StepResult as StepResult
     from .files.class_paths import allow_imports as allow_imports
-    from .launch.stopping import Stopped as Stopped
-    from .launch.stopping import StopSignals as StopSignals
+    from .launch.open_world import open_world as open_world
     from .manager.data_parallel import DataParallelManager as DataParallelManager
     from .mesh.mesh import Mesh as Mesh
     from .mesh.sizes import Degrees as Degrees
     from .mesh.sizes import MeshSizes as MeshSizes
     from .mesh.world import World as World
-    from .mesh.world import open_world as open_world
     from .model.layout import ModelLayout as ModelLayout
     from .objectives.registry import get_objective as get_objective
     from .objectives.registry import list_objectives as list_objectives
@@ -93,8 +93,8 @@ _MODULE_OF = {
     "TrainingError": "base.errors",
     "UnknownStrategyError": "base.errors",
     "FrozenModel": "base.validation",
-    "Stopped": "launch.stopping",
-    "StopSignals": "launch.stopping",
+    "Stopped": "base.stopping",
+    "StopSignals": "base.stopping",
     "Checkpointer": "checkpoint",
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
@@ -102,7 +102,7 @@ _MODULE_OF = {
     "DataParallelManager": "manager.data_parallel",
     "Mesh": "mesh.mesh",
     "World": "mesh.world",
-    "open_world": "mesh.world",
+    "open_world": "launch.open_world",
     "Degrees": "mesh.sizes",
     "MeshSizes": "mesh.sizes",
     "ModelLayout": "model.layout",

@@ -1,7 +1,7 @@
 """`python -m meshwright`, as torchrun starts it."""
 
 if __name__ == "__main__":
-    from .launch.safe_path import leave_current_directory
+    from .base.safe_path import leave_current_directory
 
     # Before anything else is imported.
     leave_current_directory()

@@ -197,7 +197,7 @@ _bug(
 )
 _bug(
     "errors_end_well",
-    "meshwright.cli.errors",
+    "meshwright.files.commands",
     "raise SystemExit(error.exit_code) from None",
     "raise SystemExit(0) from None",
     "tests/cli/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[unknown key]",
@@ -205,7 +205,7 @@ _bug(
 )
 _bug(
     "every_rank_tells",
-    "meshwright.cli.errors",
+    "meshwright.files.commands",
     'if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":',
     "if True:",
     "tests/cli/test_cli.py::test_only_the_first_rank_of_each_node_tells_the_error",
@@ -2133,7 +2133,7 @@ _bug(
 )
 _bug(
     "allocator_of_the_user_is_replaced",
-    "meshwright.launch.allocator",
+    "meshwright.base.allocator",
     "if uses_expandable_segments(environment) and not _settings(environment) and _is_supported():",
     "if _is_supported():",
     "tests/launch/test_environment.py::test_expandable_segments_are_set_unless_the_user_has_set_the_allocator[given3-False]",
@@ -3434,7 +3434,7 @@ _bug(
 )
 _bug(
     "one_signal_for_two",
-    "meshwright.launch.stopping",
+    "meshwright.base.stopping",
     "SAME_S = 2.0",
     "SAME_S = 0.0",
     f"{_STOPPING}::test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_twice_does_not",
@@ -3562,7 +3562,7 @@ _bug(
 )
 _bug(
     "the_other_ranks_keep_silent",
-    "meshwright.cli.errors",
+    "meshwright.files.commands",
     'if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":',
     'if os.environ.get("LOCAL_RANK", "0") == "0":',
     f"{_LAUNCHERS}::test_each_rank_says_what_contradicts_whatever_its_place",
@@ -3722,7 +3722,7 @@ _bug(
 )
 _bug(
     "threads_at_work_are_idle",
-    "meshwright.launch.gloo_threads",
+    "meshwright.mesh.gloo_threads",
     'state != "S"',
     'state == "X"',
     f"{_HELD_BY_THREADS}[measured]",
@@ -3733,7 +3733,7 @@ _bug(
 
 _bug(
     "forks_speak_for_their_parent",
-    "meshwright.launch.stopping",
+    "meshwright.base.stopping",
     "        os.register_at_fork(after_in_child=self._leave_to_parent)\n",
     "",
     f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
@@ -3741,7 +3741,7 @@ _bug(
 )
 _bug(
     "forks_hold_the_pipe",
-    "meshwright.launch.stopping",
+    "meshwright.base.stopping",
     "        os.write(self._writer, _END)\n        self._thread.join()\n        os.close(self._writer)\n",
     "        os.close(self._writer)\n        self._thread.join()\n",
     f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
@@ -3749,7 +3749,7 @@ _bug(
 )
 _bug(
     "nobody_hears_the_second",
-    "meshwright.launch.stopping",
+    "meshwright.base.stopping",
     "with suppress(OSError):  # nobody",
     "with suppress(KeyError):  # nobody",
     f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
@@ -3757,7 +3757,7 @@ _bug(
 )
 _bug(
     "signals_that_are_none",
-    "meshwright.launch.stopping",
+    "meshwright.base.stopping",
     "if name not in _NAMES",
     "if False",
     f"{_STOPPING}::test_signals_that_cannot_be_noted_are_refused[names1]",
@@ -4253,7 +4253,7 @@ _bug(
 )
 _bug(
     "options_without_their_wish",
-    "meshwright.cli.plan",
+    "meshwright.plan.command",
     "if given is not None and value is None:",
     "if given is not None and value == '':",
     "tests/plan/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
@@ -4417,7 +4417,7 @@ _bug(
 
 _bug(
     "ends_while_threads_hold_tensors",
-    "meshwright.launch.gloo_threads",
+    "meshwright.mesh.gloo_threads",
     "atexit.register(settle)",
     "settle()",
     "tests/launch/test_gloo_threads.py::test_a_process_ends_once_threads_of_gloo_have_let_go",
@@ -4595,7 +4595,7 @@ _bug(
 
 _bug(
     "waits_that_no_thread_shows",
-    "meshwright.launch.background",
+    "meshwright.mesh.world",
     "with marked(WAIT):",
     "if True:",
     "tests/diagnose/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
@@ -4728,7 +4728,7 @@ _bug(
 
 _bug(
     "class_of_one_room_leads_to_no_section",
-    "meshwright.launch.error_text",
+    "meshwright.base.error_text",
     "known = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)",
     "known = type(error)",
     "tests/docs/test_site.py::test_an_error_of_a_class_of_one_room_leads_to_the_class_that_it_derives_from",
@@ -4809,7 +4809,7 @@ _bug(
 )
 _bug(
     "what_is_new_may_not_be_slow",
-    "meshwright.launch.progress",
+    "meshwright.mesh.progress",
     "patient = phase in PATIENT or phase not in self._known",
     "patient = phase in PATIENT",
     f"{_WATCHDOG}::test_progress_is_of_phases_and_microbatches_and_what_is_new_may_be_slow",
@@ -4825,7 +4825,7 @@ _bug(
 )
 _bug(
     "who_is_stopped_soon_is_borne_for_long",
-    "meshwright.launch.progress",
+    "meshwright.mesh.progress",
     "if self._begun == 2:",
     "if self._begun == 0:",
     f"{_WATCHDOG}::test_a_rank_that_is_stopped_is_named_and_ended_under_torchrun[0]",
@@ -4951,7 +4951,7 @@ _bug(
 )
 _bug(
     "a_rank_that_asks_again_is_not_answered",
-    "meshwright.launch.same_world",
+    "meshwright.launch.store",
     "                if answered.get(rank) != word:",
     "                if rank not in answered:",
     f"{_WORLDS}::test_who_died_while_it_asked_holds_up_nobody",
@@ -4959,7 +4959,7 @@ _bug(
 )
 _bug(
     "a_store_that_has_gone_is_torch_s_error",
-    "meshwright.launch.same_world",
+    "meshwright.launch.store",
     "    except RuntimeError as error:",
     "    except ZeroDivisionError as error:",
     f"{_WORLDS}::test_a_store_that_has_gone_is_an_error_of_ours",

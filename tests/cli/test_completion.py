@@ -28,9 +28,12 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
 def test_the_version_is_told_without_torch():
     done = run([sys.executable, "-X", "importtime", "-m", "meshwright", "--version"])
     assert done.stdout == f"meshwright {meshwright.__version__}\n"
-    assert not imported(done) & {"torch", "transformers"}
+    # No command's implementation, nor torch.
+    heavy = {"torch", "transformers", "matplotlib", "meshwright.plan.asked", "meshwright.watch.server"}
+    assert not imported(done) & heavy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_a_script_and_all_subcommands_without_torch(shell):
     script = run(["meshwright"], _MESHWRIGHT_COMPLETE=f"source_{shell}")

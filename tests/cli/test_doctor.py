@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from support.commands import command
+from support.commands import LAUNCHER_VARIABLES, command
+from typer.testing import CliRunner
 
-from meshwright.guide.doctor import directory, together
+from meshwright.base.processes import usable_cores
+from meshwright.cli.main import app
+from meshwright.guide.doctor import command as doctor_command
+from meshwright.guide.doctor import directory, examine, together
 from meshwright.guide.doctor.directory import directory_findings
 from meshwright.guide.doctor.finding import Finding, as_lines, exit_code, failed
 from meshwright.guide.doctor.machine import clock_findings, limit_findings
 from meshwright.guide.doctor.software import plugin_findings, setting_findings, version_findings
-from meshwright.launch.cores import usable_cores
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import Registry
 from meshwright.testing import pool
 
@@ -124,12 +126,8 @@ def test_a_clock_that_is_behind_the_files_or_is_being_set_is_told(monkeypatch):
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
     place = tmp_path / "runs"
     found = by_name(list(directory_findings(place)))
-    assert {name: each.state for name, each in found.items() if name not in ("free", "speed")} == {
-        "writable": "ok",
-        "renaming": "ok",
-        "locks": "ok",
-    }
-    assert {"free", "speed"} <= found.keys()
+    assert {"writable", "renaming", "locks", "free", "speed"} == found.keys()
+    assert {found[name].state for name in ("writable", "renaming", "locks")} == {"ok"}
     assert not list(place.iterdir())
 
 
@@ -168,7 +166,7 @@ def _as_two_nodes(place: str, ahead_s: float) -> list[tuple[str, str, str]]:
         time.time = real
 
 
-@pytest.mark.parametrize(("ahead_s", "state"), [(0.0, "ok"), (5.0, "warning"), (-5.0, "warning")])
+@pytest.mark.parametrize(("ahead_s", "state"), [(0.0, "ok"), (-5.0, "warning")])
 def test_nodes_compare_their_clocks_and_what_they_see_of_a_directory(ahead_s, state, tmp_path):
     found = {name: (state, said) for name, state, said in pool(2).run(_as_two_nodes, str(tmp_path), ahead_s)[0]}
     assert found["nodes"][0] == state, found
@@ -182,27 +180,20 @@ def test_nodes_compare_their_clocks_and_what_they_see_of_a_directory(ahead_s, st
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
     done = command("doctor", "--json", "--dir", str(tmp_path / "runs"))
     told = json.loads(done.stdout)
     wrong = [each for each in told["findings"] if each["state"] == "wrong"]
     assert done.returncode == told["exit_code"] == (2 if wrong else 0), wrong
-    names = {(each["area"], each["name"]) for each in told["findings"]}
-    assert {
-        ("versions", "torch"),
-        ("plugins", "strategies"),
-        ("devices", "cpu"),
-        ("limits", "open files"),
-        ("settings", "OMP_NUM_THREADS"),
-        ("backends", "gloo"),
-        ("clocks", "this machine"),
-        ("directory", "locks"),
-        ("ranks", "ranks"),
-        ("links", "gloo"),
-    } <= names
+    names = {f"{each['area']}: {each['name']}" for each in told["findings"]}
+    assert {"versions: torch", "plugins: strategies", "devices: cpu", "limits: open files", "backends: gloo"} <= names
+    assert {"settings: OMP_NUM_THREADS", "clocks: this machine", "directory: locks", "ranks: ranks"} <= names
+    assert "links: gloo" in names
     assert all(each["mend"] for each in told["findings"] if each["state"] != "ok")
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_join_and_the_first_one_tells(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = command("doctor", launcher=LAUNCHER)
@@ -211,14 +202,13 @@ def test_ranks_of_a_launcher_join_and_the_first_one_tells(monkeypatch):
     assert done.stdout.count("versions\n") == 1
 
 
-def test_what_is_wrong_sets_the_exit_code_of_the_command(monkeypatch, tmp_path):
-    """The installed package with a variable that is wrong; the ranks are another test's."""
-    code = (
-        "from meshwright.guide.doctor import examine; examine.of_local_ranks = lambda: iter(());"
-        "import sys; sys.argv[1:] = ['doctor']; from meshwright.cli.main import main; main()"
-    )
+def test_what_is_wrong_sets_the_exit_code_of_the_command(monkeypatch):
+    monkeypatch.setattr(examine, "of_local_ranks", lambda: iter(()))
+    monkeypatch.setattr(doctor_command, "leave", sys.exit)
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 2
     assert "wrong    OMP_NUM_THREADS: 'many' is no number of threads" in done.stdout
     assert "Unset OMP_NUM_THREADS" in done.stdout

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.base.validation import validated
 from meshwright.guide.explain.facts import Facts, facts_of
-from meshwright.guide.explain.words import told
+from meshwright.guide.explain.words import sections_of
 from meshwright.train.run_file import RunConfig, assigned
 
 RUN: dict[str, Any] = {
@@ -42,7 +42,7 @@ def config(*changes: str) -> RunConfig:
 
 
 def said(facts: Facts) -> dict[str, str]:
-    return {section.title: "\n".join(section.lines) for section in told(facts)}
+    return {title: "\n".join(lines) for title, lines in sections_of(facts).items()}
 
 
 LAYOUTS = {
@@ -51,18 +51,6 @@ LAYOUTS = {
         2,
         ["parameters: 150 kB, the whole.", "optimizer state: 311 kB, the whole.", "gradients: at most 150 kB"],
         ["in the backward passes: 1 all-reduce among the 2 ranks of dp_replicate, 148 kB of float32"],
-    ),
-    "ddp-zero1": (
-        ["strategy=ddp", "strategy_config={engine: bucketed, use_distributed_optimizer: true}"],
-        2,
-        ["parameters: 149 kB, the whole.", "1/2 of the whole (296 kB), divided along dp_replicate."],
-        ["1 reduce-scatter among the 2 ranks of dp_replicate", "1 all-gather among the 2 ranks of dp_replicate"],
-    ),
-    "fsdp2": (
-        ["strategy=fsdp2"],
-        2,
-        ["1/2 of the whole (148 kB), divided along dp_shard.", "gradients: at most 7"],
-        ["all-gathers among the 2 ranks of dp_shard", "in the backward passes", "reduce-scatters among the 2"],
     ),
     "hsdp": (
         ["strategy=fsdp2", "dp_replicate_size=2"],
@@ -82,12 +70,6 @@ LAYOUTS = {
         ["rank 0: parameters", "rank 1: parameters", "divided along pp."],
         ["messages sent among the 2 ranks of pp", "messages received among the 2 ranks of pp"],
     ),
-    "cp": (
-        ["strategy=fsdp2", "cp_size=2"],
-        2,
-        ["1/2 of the whole (148 kB), divided along cp."],
-        ["all-gathers among the 2 ranks of cp"],
-    ),
     "megatron-zero1": (
         ["strategy=megatron_fsdp", "strategy_config={zero_dp_strategy: 1}"],
         2,
@@ -95,12 +77,10 @@ LAYOUTS = {
         ["reduce-scatters among the 2 ranks of dp_shard", "all-gathers among the 2 ranks of dp_shard"],
     ),
 }
-LONG = ("ddp-zero1", "tp", "cp")
-"""Of what the others show, too."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.zoo] if name in LONG else []) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[] if name == "hsdp" else [pytest.mark.slow]) for name in LAYOUTS]
 )
 def test_who_holds_what_and_what_is_sent_follow_the_layout(name, tmp_path, monkeypatch):
     changes, world, held, sent = LAYOUTS[name]
@@ -128,45 +108,41 @@ def test_one_rank_holds_the_whole_and_sends_nothing(alone):
     assert "in 4 passes of 2, whose gradients are added up" in found[STEP]
 
 
-def with_changes(facts: Facts, *changes: str) -> dict[str, str]:
-    return said(replace(facts, config=config("strategy=single", *changes)))
+WORDS = [
+    ([], SAVED, "None are saved", "goes on from"),
+    ([], SAVED, "A signal ends the run at once", "exit code"),
+    (["checkpoint.every=7"], SAVED, "Saved every 7 steps", "None are saved"),
+    (["checkpoint.every=7"], SAVED, "On SIGTERM, SIGUSR1 and SIGINT", "at once"),
+    (["checkpoint.every=7"], SAVED, "the newest 2 are kept", "all are kept"),
+    (["checkpoint.every=7", "checkpoint.keep_last=null"], SAVED, "all are kept", "newest 2"),
+    (["checkpoint.every=7", "checkpoint.asynchronous=false"], SAVED, "Training waits", "Training goes on"),
+    (["checkpoint={every: 7, on_signal: {exit_code: 9}}"], SAVED, "exit code 9", "143"),
+    (["checkpoint={every: 7, on_signal: {signals: []}}"], SAVED, "A signal ends the run at once", "exit code"),
+    (["checkpoint.every=20m"], SAVED, "Saved 20m after the one before", "None are saved"),
+    (["eval.every=30"], EVALUATION, "held_out every 30 steps, and at the end", "patience"),
+    ([], EVALUATION, "held_out at the end", "every"),
+    (["max_grad_norm=null"], STEP, "nothing is clipped", "brought down"),
+    (["max_grad_norm=0.5"], STEP, "brought down to 0.5", "nothing is clipped"),
+    (["optimizer.name=SGD", "optimizer.weight_decay=0"], STEP, "optimizer is SGD", "AdamW"),
+    (["ema={decay: 0.99}"], STEP, "a decay of 0.99", "nothing"),
+    (["objective=unlikelihood"], STEP, "What is minimized is unlikelihood", "mean over all tokens"),
+    (["seed=5"], "The data", "the seed 5", "the seed 0"),
+    (["data.packing=none"], "The data", "padding", "cut anywhere"),
+    ([], WRITTEN, "of each rank in out/ranks", "Profiles"),
+    (["metrics.ranks=false"], WRITTEN, "out/metrics.jsonl", "of each rank"),
+    (["metrics.norms_every=9"], WRITTEN, "by block in every 9 steps", "Exposed"),
+    (["metrics.communication_every=9"], WRITTEN, "Exposed communication in every 9 steps", "Norms"),
+    (["profile={steps: [10, 12], ranks: all}"], WRITTEN, "Profiles of steps [10, 12], of all ranks", "tells"),
+    (["trackers=[tensorboard, {name: wandb}]"], WRITTEN, "tells tensorboard and wandb of the run", "Profiles"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "section", "text", "other"),
-    [
-        ([], SAVED, "None are saved", "goes on from"),
-        ([], SAVED, "A signal ends the run at once", "exit code"),
-        (["checkpoint.every=7"], SAVED, "Saved every 7 steps", "None are saved"),
-        (["checkpoint.every=7"], SAVED, "On SIGTERM, SIGUSR1 and SIGINT", "at once"),
-        (["checkpoint.every=7"], SAVED, "the newest 2 are kept", "all are kept"),
-        (["checkpoint.every=7", "checkpoint.keep_last=null"], SAVED, "all are kept", "newest 2"),
-        (["checkpoint.every=7", "checkpoint.asynchronous=false"], SAVED, "Training waits", "Training goes on"),
-        (["checkpoint={every: 7, on_signal: {exit_code: 9}}"], SAVED, "exit code 9", "143"),
-        (["checkpoint={every: 7, on_signal: {signals: []}}"], SAVED, "A signal ends the run at once", "exit code"),
-        (["checkpoint.every=20m"], SAVED, "Saved 20m after the one before", "None are saved"),
-        (["eval.every=30"], EVALUATION, "held_out every 30 steps, and at the end", "patience"),
-        ([], EVALUATION, "held_out at the end", "every"),
-        (["max_grad_norm=null"], STEP, "nothing is clipped", "brought down"),
-        (["max_grad_norm=0.5"], STEP, "brought down to 0.5", "nothing is clipped"),
-        (["optimizer.name=SGD", "optimizer.weight_decay=0"], STEP, "optimizer is SGD", "AdamW"),
-        (["ema={decay: 0.99}"], STEP, "a decay of 0.99", "nothing"),
-        (["objective=unlikelihood"], STEP, "What is minimized is unlikelihood", "mean over all tokens"),
-        (["seed=5"], "The data", "the seed 5", "the seed 0"),
-        (["data.packing=none"], "The data", "padding", "cut anywhere"),
-        ([], WRITTEN, "of each rank in out/ranks", "Profiles"),
-        (["metrics.ranks=false"], WRITTEN, "out/metrics.jsonl", "of each rank"),
-        (["metrics.norms_every=9"], WRITTEN, "by block in every 9 steps", "Exposed"),
-        (["metrics.communication_every=9"], WRITTEN, "Exposed communication in every 9 steps", "Norms"),
-        (["profile={steps: [10, 12], ranks: all}"], WRITTEN, "Profiles of steps [10, 12], of all ranks", "tells"),
-        (["trackers=[tensorboard, {name: wandb}]"], WRITTEN, "tells tensorboard and wandb of the run", "Profiles"),
-    ],
-)
-def test_words_follow_the_run_file(changes, section, text, other, alone, tmp_path, monkeypatch):
+def test_words_follow_the_run_file(alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = with_changes(alone, *changes)[section]
-    assert text in found, found
-    assert other not in found, found
+    for changes, section, text, other in WORDS:
+        found = said(replace(alone, config=config("strategy=single", *changes)))[section]
+        assert text in found, (changes, found)
+        assert other not in found, (changes, found)
 
 
 def test_learning_rates_are_those_that_the_schedule_gives(tmp_path, monkeypatch):

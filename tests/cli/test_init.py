@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
 from meshwright.data.tokenizer import train_tokenizer
+from meshwright.guide.first_run import answers
 from meshwright.guide.first_run.answers import Answers, Machine, known_of
 from meshwright.guide.first_run.text import TEMPLATE
 from meshwright.guide.first_run.write import write_run_file
@@ -66,18 +67,19 @@ def written(file: Path, *flags: str) -> RunConfig:
     return load_run(file)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "megatron_fsdp"])
-@pytest.mark.parametrize("length", [("--steps", "7"), ("--epochs", "1.5")])
+STEPS, EPOCHS, MODEL = ("--steps", "7"), ("--epochs", "1.5"), ("--model", "model")
+
+
 @pytest.mark.parametrize(
-    ("model", "data", "adapter"),
+    ("model", "data", "adapter", "length", "strategy"),
     [
-        ((), (), ()),
-        ((), ("--data", "*.txt"), ()),
-        (("--model", "model"), (), ("--adapter",)),
-        (("--model", "model"), ("--data", "*.txt", "--data", "?.txt"), ("--full",)),
-        (("--model", "model"), ("--data", "chats.jsonl"), ("--adapter",)),
-        (("--model", "model"), ("--data", "pairs.jsonl"), ()),
-        (("--model", "someone/else"), ("--format", "messages"), ()),
+        ((), (), (), STEPS, "ddp"),
+        ((), ("--data", "*.txt"), (), EPOCHS, "fsdp2"),
+        (MODEL, (), ("--adapter",), STEPS, "fsdp2"),
+        (MODEL, ("--data", "*.txt", "--data", "?.txt"), ("--full",), STEPS, "megatron_fsdp"),
+        (MODEL, ("--data", "chats.jsonl"), ("--adapter",), EPOCHS, "ddp"),
+        (MODEL, ("--data", "pairs.jsonl"), (), EPOCHS, "megatron_fsdp"),
+        (("--model", "someone/else"), ("--format", "messages"), (), STEPS, "fsdp2"),
     ],
 )
 def test_a_run_file_of_each_combination_is_valid_and_as_asked(model, data, adapter, length, strategy, tmp_path):
@@ -114,9 +116,7 @@ def test_the_default_is_a_small_model_of_the_standard_library_with_a_comment_on_
 def test_the_strategy_is_recommended_by_the_number_of_devices_and_what_fits_them(
     devices, memory, strategy, tmp_path, monkeypatch
 ):
-    from meshwright.guide.first_run import machine
-
-    monkeypatch.setattr(machine, "find_machine", lambda: Machine("cuda", 8, memory))
+    monkeypatch.setattr(answers, "find_machine", lambda: Machine("cuda", 8, memory))
     assert written(tmp_path / "run.yaml", "--devices", devices).strategy == strategy
     assert written(tmp_path / "all.yaml").nproc == 8
 
@@ -133,10 +133,10 @@ def test_nothing_is_replaced_unless_asked(tmp_path):
 
 def test_what_has_appeared_meanwhile_is_left_as_it_is(tmp_path):
     file = tmp_path / "run.yaml"
-    answers = Answers(None, ("stdlib",), "text", False, 1, "single", 3, None)
+    asked = Answers(None, ("stdlib",), "text", False, 1, "single", 3, None)
     file.write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_run_file(file, answers, known_of(None), Machine("cpu", 1, 2**30), overwrite=False)
+        write_run_file(file, asked, known_of(None), Machine("cpu", 1, 2**30), overwrite=False)
     assert file.read_text(encoding="utf-8") == "mine"
 
 
@@ -174,6 +174,7 @@ def test_the_template_that_is_written_reads_as_the_one_of_the_examples(made):
         assert mine == theirs
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_model_trains_on_conversations_as_the_file_says(made):
     config = written(made / "adapter.yaml", "--model", "model", "--data", "chats.jsonl", "--adapter", "--devices", "1")
     assert config.strategy == "single"
@@ -182,6 +183,7 @@ def test_an_adapter_of_a_model_trains_on_conversations_as_the_file_says(made):
     assert len((made / "runs/adapter/metrics.jsonl").read_text(encoding="utf-8").splitlines()) >= 2
 
 
+@pytest.mark.slow
 def test_a_new_model_trains_on_files_on_two_ranks_as_the_file_says(made):
     written(made / "new.yaml", "--data", "*.txt", "--devices", "2", "--steps", "2")
     line = [sys.executable, "-m", "meshwright", "train", "new.yaml", "--set", "device=cpu", "--set", "data.seq_len=32"]
@@ -228,7 +230,7 @@ def _read(terminal: int) -> Iterator[str]:
 
 
 def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_told(made):
-    answers = [
+    replies = [
         ("1. Which model?", "nowhere"),
         ("1. Which model?", "model"),
         ("2. Which data?", "chats.jsonl"),
@@ -238,7 +240,7 @@ def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_told(made):
         ("Under which strategy?", "fsdp2"),
         ("5. How long?", "2 epochs"),
     ]
-    shown = at_terminal(made, ["init", "asked.yaml"], answers)
+    shown = at_terminal(made, ["init", "asked.yaml"], replies)
     assert "neither a directory here" in shown
     config = load_run(made / "asked.yaml")
     assert (config.strategy, config.nproc, config.epochs, config.steps) == ("fsdp2", 2, 2.0, None)
@@ -247,6 +249,7 @@ def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_told(made):
     assert config.data.training_sources()[0].format == "messages"
 
 
+@pytest.mark.slow
 def test_at_a_terminal_flags_are_not_asked_again(made):
     flags = ["--model", "new", "--data", "*.txt", "--devices", "1", "--strategy", "single", "--steps", "5"]
     shown = at_terminal(made, ["init", "flags.yaml", *flags], [])

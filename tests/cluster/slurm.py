@@ -14,6 +14,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from cluster.starts import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _PLACES = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 
@@ -28,12 +30,6 @@ def missing() -> str:
 
 def _found(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_PLACES]))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:
@@ -139,8 +135,8 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={place}/munge/s
 CredType=cred/munge
-SlurmctldPort={_free_port()}
-SlurmdPort={_free_port()}
+SlurmctldPort={free_port()}
+SlurmdPort={free_port()}
 SlurmctldPidFile={place}/slurmctld.pid
 SlurmdPidFile={place}/slurmd.pid
 StateSaveLocation={place}/state

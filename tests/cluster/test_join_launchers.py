@@ -48,6 +48,7 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
         yield found
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_our_own_launcher(expected: Found) -> None:
     assert losses(*run(((PYTHON, str(HERE / "on_own_launcher.py")), clean()))) == expected
     assert len(expected) == 4
@@ -55,16 +56,19 @@ def test_losses_are_those_of_our_own_launcher(expected: Found) -> None:
 
 
 @needs_open_mpi
+@pytest.mark.slow
 def test_losses_are_those_of_open_mpi(expected: Found) -> None:
     assert losses(*run(((*MPIRUN, "-np", "4", PYTHON, LOOP), clean()))) == expected
 
 
+@pytest.mark.zoo
 @pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="mpiexec.hydra is not installed (Debian: mpich)")
 def test_losses_are_those_of_mpich(expected: Found) -> None:
     command = ("mpiexec.hydra", "-n", "4", "-genv", "MASTER_PORT", str(free_port()), PYTHON, LOOP)
     assert losses(*run((command, clean()))) == expected
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: Found) -> None:
     port = str(free_port())
     pods = [
@@ -76,7 +80,8 @@ def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: Fo
     assert places(*found) == dict.fromkeys(range(4), (0, 1))
 
 
-@pytest.mark.parametrize("told_by", ["arguments", "environment"])
+@pytest.mark.parametrize("told_by", [pytest.param("arguments", marks=pytest.mark.zoo), "environment"])
+@pytest.mark.slow
 def test_losses_are_those_of_two_nodes_under_torchrun(
     expected: Found, nodes: tuple[netns.Node, ...], told_by: str
 ) -> None:
@@ -104,6 +109,7 @@ def test_losses_are_those_of_two_nodes_under_torchrun(
 
 
 @needs_open_mpi
+@pytest.mark.zoo
 def test_losses_are_those_of_two_nodes_under_open_mpi(
     expected: Found, nodes: tuple[netns.Node, ...], tmp_path: Path
 ) -> None:
@@ -114,6 +120,7 @@ def test_losses_are_those_of_two_nodes_under_open_mpi(
 
 
 @needs_open_mpi
+@pytest.mark.zoo
 def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(
     nodes: tuple[netns.Node, ...], tmp_path: Path
 ) -> None:
@@ -128,6 +135,7 @@ def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(
     assert time.monotonic() - before_s < 120
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("kind", ["torch", "plain"])
 def test_losses_are_those_of_workers_of_ray_train(expected: Found, tmp_path: Path, kind: str) -> None:
     """A TorchTrainer's have a process group, those of a plain trainer ranks alone."""
@@ -144,6 +152,7 @@ def test_losses_are_those_of_workers_of_ray_train(expected: Found, tmp_path: Pat
 
 
 @needs_open_mpi
+@pytest.mark.zoo
 def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path: Path) -> None:
     from support.commands import write_run
 
@@ -161,6 +170,7 @@ def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path:
 
 
 @needs_open_mpi
+@pytest.mark.zoo
 def test_a_contradiction_under_open_mpi_ends_at_once_with_the_exit_code_of_wrong_input() -> None:
     before_s = time.monotonic()
     wrong = ("-x", "RANK=0", "-x", "WORLD_SIZE=2")

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.cli.main import app
+from meshwright.clusters import TARGETS, Target
 from meshwright.clusters.files import files_of, submission
-from meshwright.clusters.job import TARGETS, Job, Target, plan_job
+from meshwright.clusters.job import Job, plan_job
 from meshwright.train.run_file import RunConfig
 
 DATA = Path(__file__).parents[1] / "data"
@@ -156,21 +156,9 @@ def _manifests(kind: str, **changes: Any) -> list[dict[str, Any]]:
 def test_manifests_are_as_their_schemas_have_them(kind: str, nodes: int, schemas: dict[str, Any]) -> None:
     settings, job = _manifests(kind, launch__nodes=nodes)
     assert _defects(settings, schemas) == _defects(job, schemas) == []
+    assert _defects({**job, "spec": {**job["spec"], "unknown": []}}, schemas)
     run = RunConfig.model_validate(yaml.safe_load(settings["data"]["run.yaml"]))
     assert (run.output_dir, run.launch) == ("/shared/runs/a run", None)
-
-
-PLANTED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "an unknown field": ("JobSet", lambda job: job["spec"].update(replicatedJob=[])),
-    "text for a number": ("JobSet", lambda job: _pod(job).update(terminationGracePeriodSeconds="150")),
-    "no image list": ("JobSet", lambda job: _pod(job).update(containers={})),
-    "a variable that is no text": ("JobSet", lambda job: _container(job)["env"].append({"name": "A", "value": 1})),
-    "a mount without a place": ("PyTorchJob", lambda job: _container(job)["volumeMounts"].append({"name": "a"})),
-    "a policy in the wrong place": ("PyTorchJob", lambda job: job["spec"].update(backoffLimit=3)),
-    "an older TrainJob": ("TrainJob", lambda job: job["spec"].update(podTemplateOverrides=[])),
-    "no runtime": ("TrainJob", lambda job: job["spec"].pop("runtimeRef")),
-    "a rule without a name": ("JobSet", lambda job: job["spec"]["failurePolicy"]["rules"][0].pop("name")),
-}
 
 
 def _pod(job: dict[str, Any]) -> dict[str, Any]:
@@ -185,14 +173,6 @@ def _pod(job: dict[str, Any]) -> dict[str, Any]:
 
 def _container(job: dict[str, Any]) -> dict[str, Any]:
     return _pod(job)["containers"][0]
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_wrong_manifest_is_found(planted: str, schemas: dict[str, Any]) -> None:
-    kind, spoil = PLANTED[planted]
-    _, job = _manifests(kind)
-    spoil(job)
-    assert _defects(job, schemas)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,11 +292,12 @@ OPTIONS: list[tuple[Target, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("to", "key", "value", "told"), OPTIONS, ids=[key for _, key, _, _ in OPTIONS])
-def test_a_job_heeds_the_option(to: Target, key: str, value: Any, told: str) -> None:
-    changes = {f"launch__{key.replace('.', '__')}": value}
-    assert told in "".join(_texts(to, **changes).values())
-    assert told not in "".join(_texts(to).values())
+def test_a_job_heeds_each_option() -> None:
+    plain = {to: "".join(_texts(to).values()) for to in TARGETS}
+    for to, key, value, told in OPTIONS:
+        changes = {f"launch__{key.replace('.', '__')}": value}
+        assert told in "".join(_texts(to, **changes).values()), key
+        assert told not in plain[to], key
 
 
 def test_a_job_heeds_ranks_per_node_runtime_and_address() -> None:
@@ -343,10 +324,7 @@ REFUSED: dict[str, tuple[Target, dict[str, Any], str]] = {
     "a run that begins anew": ("slurm", {"resume": "never"}, "resume=never would remove"),
     "a signal that is not heard": ("slurm", {"checkpoint.on_signal": {"signals": ["SIGUSR1"]}}, "by SIGTERM"),
     "a code that says nothing": ("slurm", {"checkpoint.on_signal": {"exit_code": 0}}, "whether to queue again"),
-    "only signals, where there are none": (
-        *("skypilot", {"checkpoint": {"on_signal": {}}}),
-        "takes machines away without one",
-    ),
+    "only signals, where there are none": ("skypilot", {"checkpoint": {"on_signal": {}}}, "takes machines away"),
     "a code of ranks that are killed": ("slurm", {"checkpoint.on_signal": {"exit_code": 137}}, "or been killed"),
     "a job that is over as it begins": ("slurm", {"launch.time_limit": "3m"}, "is over as soon as it has begun"),
     "a relative directory": ("slurm", {"output_dir": "runs/a"}, "is relative"),
@@ -367,12 +345,9 @@ def test_what_the_cluster_could_not_run_is_refused(case: str) -> None:
     _job(to)
 
 
-@pytest.mark.parametrize(("directory", "name"), [("7B llama", "run-7b-llama"), ("Llama_7", "llama-7"), ("--", "run")])
-def test_a_job_is_called_what_each_cluster_takes(directory: str, name: str) -> None:
-    assert _job("kubernetes", output_dir=f"/shared/{directory}").name == name
-
-
-def test_a_single_rank_does_not_start_others() -> None:
+def test_a_job_has_a_name_that_each_cluster_takes_and_a_single_rank_starts_no_others() -> None:
+    for directory, name in (("7B llama", "run-7b-llama"), ("Llama_7", "llama-7"), ("--", "run")):
+        assert _job("kubernetes", output_dir=f"/shared/{directory}").name == name
     values = _job("slurm", launch__nodes=1, device="cpu", launch__gpus_per_node=0, launch__ranks_per_node=1).values
     assert RunConfig.model_validate(values).processes(frozenset({"dp_shard"}), 0) == 1
 
@@ -384,24 +359,17 @@ def test_one_machine_may_use_its_own_disk() -> None:
             _job(to, launch__nodes=1, output_dir="runs/a")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("slurm.partitions", "gpu"),
-        ("slurm.partition", "gpu\n#SBATCH --uid=0"),
-        ("slurm.options", ["rm"]),
-        ("setup", ["a\nb"]),
-        ("time_limit", "12"),
-        ("name", "Not a name"),
-        ("name", "7b"),
-        ("env", {"A B": "c"}),
-        ("memory_per_node", "many"),
-        ("kubernetes.kind", "Job"),
-    ],
-)
-def test_unknown_fields_and_what_would_be_another_line_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=key.rpartition(".")[2]):
-        _job("slurm", **{f"launch__{key.replace('.', '__')}": value})
+WRONG: list[tuple[str, Any]] = [
+    *(("slurm.partitions", "gpu"), ("slurm.partition", "gpu\n#SBATCH --uid=0"), ("slurm.options", ["rm"])),
+    *(("setup", ["a\nb"]), ("time_limit", "12"), ("name", "Not a name"), ("name", "7b"), ("env", {"A B": "c"})),
+    *(("memory_per_node", "many"), ("kubernetes.kind", "Job")),
+]
+
+
+def test_unknown_fields_and_what_would_be_another_line_are_refused() -> None:
+    for key, value in WRONG:
+        with pytest.raises(ValueError, match=key.rpartition(".")[2]):
+            _job("slurm", **{f"launch__{key.replace('.', '__')}": value})
 
 
 # -- the command
@@ -429,16 +397,16 @@ def test_files_are_printed_or_written(to: Target, run_file: Path, tmp_path: Path
     assert values is None or values["tp_size"] == 2
 
 
-@pytest.mark.parametrize("to", TARGETS)
 def test_a_command_that_is_not_there_is_named_and_nothing_written(
-    to: Target, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "job"
-    result = CliRunner().invoke(app, ["launch", str(run_file), "--to", to, "--out", str(out), "--submit"])
-    assert result.exit_code == 2
-    assert f"{submission(_job(to), to)[0]} is not installed here" in result.output
-    assert not out.exists()
+    for to in TARGETS:
+        result = CliRunner().invoke(app, ["launch", str(run_file), "--to", to, "--out", str(out), "--submit"])
+        assert result.exit_code == 2
+        assert f"{submission(_job(to), to)[0]} is not installed here" in result.output
+        assert not out.exists()
 
 
 def test_what_submits_is_run_and_its_code_returned(
@@ -472,32 +440,21 @@ HOME = "/home/me/project"
 """Where the page's commands are given."""
 
 
-def _printed(run_file: str, command: str, directory: Path) -> str:
-    """What a command of the page prints, up to the copy of the run file."""
-    (directory / "run.yaml").write_text(run_file)
-    done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(command)],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.replace(str(directory.resolve()), HOME)
-    return text.split(f"\n# {HOME}")[0].rstrip("\n") + "\n"
-
-
 def page(text: str, directory: Path) -> str:
-    """The page as it should be."""
+    """The page as it should be: each command with what it prints, up to the copy of the run file."""
     (run_file,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (directory / "run.yaml").write_text(run_file)
 
     def block(found: re.Match[str]) -> str:
-        return f"```console\n$ {found[1]}\n{_printed(run_file, found[1], directory)}```"
+        line = [sys.executable, "-m", *shlex.split(found[1])]
+        printed = subprocess.run(line, cwd=directory, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+        printed = printed.replace(str(directory.resolve()), HOME).split(f"\n# {HOME}")[0].rstrip("\n")
+        return f"```console\n$ {found[1]}\n{printed}\n```"
 
     return re.sub(r"```console\n\$ ([^\n]*)\n.*?```", block, text, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("```console") == len(TARGETS)

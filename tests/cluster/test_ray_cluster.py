@@ -54,6 +54,7 @@ def _workers() -> Iterator[int]:
                 continue
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
 def test_ray_trains_the_same_numbers(whole: Run, killed: bool) -> None:
     run = make_run(whole.file.parent, f"ray-{killed}", LAYOUT)

@@ -19,7 +19,7 @@ from support.commands import LAUNCHER_VARIABLES
 
 from cluster.slurm import Cluster, missing
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.zoo, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 STEPS = 300
 LAYOUT: dict[str, Any] = {

@@ -57,7 +57,7 @@ def plugin(tmp_path, monkeypatch):
 
 def listing(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> str:
     """What `meshwright strategies` prints."""
-    monkeypatch.setattr("meshwright.cli.strategies.get_registry", lambda: registry)
+    monkeypatch.setattr("meshwright.cli.listing.get_registry", lambda: registry)
     result = CliRunner().invoke(cli.app, ["strategies"])
     assert result.exit_code == 0
     return result.stdout

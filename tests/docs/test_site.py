@@ -22,8 +22,8 @@ import site_pages
 
 import meshwright
 from meshwright.base import errors
+from meshwright.base.error_text import said
 from meshwright.base.errors import MeshwrightError
-from meshwright.launch.error_text import said
 from meshwright.train import run_file
 from meshwright.train.run_file import RunConfig
 

@@ -102,7 +102,8 @@ def test_who_is_stopped_is_ended_when_its_patience_is_over_and_who_tells_is_not(
     other.goes_on()
 
 
-def test_who_is_stopped_for_less_goes_on(started):
+@pytest.mark.slow
+def test_what_stops_a_rank_for_less_or_both_for_long_is_borne(started):
     started.append(rank := Rank())
     for _ in range(4):
         rank.send_signal(signal.SIGSTOP)
@@ -110,10 +111,6 @@ def test_who_is_stopped_for_less_goes_on(started):
         rank.send_signal(signal.SIGCONT)
         time.sleep(4 * INTERVAL_S)
     rank.goes_on()
-
-
-def test_what_stops_both_is_borne_for_as_long_as_it_takes(started):
-    started.append(rank := Rank())
     os.killpg(rank.pid, signal.SIGSTOP)
     time.sleep(2 * PATIENCE_S)
     # Whichever goes on first.
@@ -124,14 +121,7 @@ def test_what_stops_both_is_borne_for_as_long_as_it_takes(started):
     rank.goes_on()
 
 
-def test_a_companion_heeds_no_signal_that_its_rank_may_live_through(started):
-    started.append(rank := Rank())
-    for number in IGNORED:
-        os.kill(rank.companion, number)
-    time.sleep(2 * INTERVAL_S)
-    assert lives(rank.companion)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("fork",)], ids=["", "its worker lives on and has all it had open"])
 def test_a_companion_ends_with_its_rank_however_that_ends(options, started):
     started.append(rank := Rank(*options))
@@ -140,8 +130,12 @@ def test_a_companion_ends_with_its_rank_however_that_ends(options, started):
     assert come(lambda: not lives(rank.companion), INTERVAL_S + SLACK_S)
 
 
-def test_a_companion_ends_with_its_context(started):
+def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_with_its_context(started):
     started.append(rank := Rank())
+    for number in IGNORED:
+        os.kill(rank.companion, number)
+    time.sleep(2 * INTERVAL_S)
+    assert lives(rank.companion)
     rank.stdin.write("\n")
     rank.stdin.flush()
     assert rank.stdout.readline() == "over\n"
@@ -162,7 +156,7 @@ def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
 # -- runs under torchrun
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.zoo), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_goes_on(number, tmp_path):
     """Its peers cannot end it, and its agent would wait for 30 s."""
     watchdog_s = 4.0

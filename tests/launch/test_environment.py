@@ -10,38 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.base.allocator import SETTINGS, prefer_expandable_segments, uses_expandable_segments
 from meshwright.base.errors import MeshError, StrategyError
 from meshwright.cli import main as command_line
 from meshwright.files.versions import check_torch, oldest_torch
-from meshwright.launch.allocator import SETTINGS, prefer_expandable_segments, uses_expandable_segments
-from meshwright.launch.drivers import missing_driver
-from meshwright.mesh.world import find_device
+from meshwright.launch.open_world import find_device, missing_driver
 from meshwright.testing import pool
 
 OLD = "2.1.0+cu118"
 
 
-def _old_torch(directory: Path) -> str:
-    """A directory in which metadata says that an old torch is installed."""
-    metadata = directory / "torch-2.1.0.dist-info" / "METADATA"
+def test_an_old_torch_is_named_before_anything_is_imported_from_it(tmp_path: Path) -> None:
+    metadata = tmp_path / "torch-2.1.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OLD}\n")
-    return str(directory)
-
-
-@pytest.mark.parametrize("command", [["-m", "meshwright", "strategies"], ["-c", "import meshwright; meshwright.fit"]])
-def test_an_old_torch_is_named_before_anything_is_imported_from_it(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([_old_torch(tmp_path), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     needed = f"torch {OLD} is installed, and meshwright needs torch {oldest_torch()} or later."
-    assert needed in done.stderr
-    if command[0] == "-m":
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
+    for command, code in ((["-m", "meshwright", "strategies"], 2), (["-c", "import meshwright; meshwright.fit"], 1)):
+        line, environment = [sys.executable, *command], {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+        assert needed in done.stderr
+        assert (done.returncode, "Traceback" in done.stderr) == (code, code == 1)
 
 
 def test_the_oldest_torch_is_that_of_the_package_and_the_installed_one_passes() -> None:

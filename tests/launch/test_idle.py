@@ -27,7 +27,7 @@ def _losses_and_warnings(strategy: str, config: dict[str, Any], sizes: dict[str,
 PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "megatron_fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("megatron_fsdp", marks=pytest.mark.slow)])
 def test_tensor_and_context_options_act_on_nothing_at_one_rank_and_the_first_rank_says_so_once(strategy: str) -> None:
     config = {"sequence_parallel": True, "tp_plan": PLAN, "cp_attention": "ulysses"}
     idle = pool(2).run(_losses_and_warnings, strategy, config, {})
@@ -40,25 +40,31 @@ def test_tensor_and_context_options_act_on_nothing_at_one_rank_and_the_first_ran
     assert idle[1][1] == []
 
 
-def _async(config: dict[str, Any]) -> tuple[str, list[str]]:
+def _built(options: dict[str, Any]) -> tuple[str, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         world = open_world("cpu")
-        stack, degrees = resolve("fsdp2", MeshSizes(), world.size, config=config)
+        stack, degrees = resolve("fsdp2", MeshSizes(), world.size, **options)
         manager = stack.build(Mesh(degrees, world))
     return type(manager).__name__, [str(each.message) for each in caught]
 
 
-def test_async_tensor_parallelism_acts_on_nothing_at_one_rank() -> None:
+def test_async_tensor_parallelism_and_options_of_a_pipeline_act_on_nothing_at_one_rank() -> None:
     config = {"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True}
-    ((name, told),) = pool(1).run(_async, config)
+    pipeline = {"pipeline": {"pp_schedule": "gpipe", "pp_microbatch_size": 2}}
+    (name, told), (_, other) = pool(2).run(_built, {"config": config, "wrapper_config": pipeline})
     assert name == "FSDP2Manager"
-    assert told == ["sequence_parallel=True and enable_async_tensor_parallel=True act on nothing here: tp_size is 1."]
+    assert sorted(told) == [
+        "PipelineConfig acts on nothing here: pp_size is 1.",
+        "sequence_parallel=True and enable_async_tensor_parallel=True act on nothing here: tp_size is 1.",
+    ]
+    assert other == []
 
 
 LAYERS = ["LlamaAttention", "LlamaMLP"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -86,20 +92,7 @@ def test_options_of_megatron_fsdp_without_effect_say_so_once_and_change_nothing(
     assert second == []
 
 
+@pytest.mark.slow
 def test_what_ddp_hands_over_says_the_same() -> None:
     config = {"use_megatron_fsdp": True, "gradient_reduce_div_fusion": False}
     assert [len(told) for _, told in pool(2).run(_losses_and_warnings, "ddp", config, {})] == [1, 0]
-
-
-def test_options_of_a_pipeline_of_one_rank_act_on_nothing() -> None:
-    options = {"wrapper_config": {"pipeline": {"pp_schedule": "gpipe", "pp_microbatch_size": 2}}}
-    assert pool(2).run(_wrapped, options) == [["PipelineConfig acts on nothing here: pp_size is 1."], []]
-
-
-def _wrapped(options: dict[str, Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        world = open_world("cpu")
-        stack, degrees = resolve("fsdp2", MeshSizes(), world.size, **options)
-        stack.build(Mesh(degrees, world))
-    return [str(each.message) for each in caught]

@@ -1,4 +1,4 @@
-"""What each launcher's variables are made into, which contradictions are refused; docs/launchers.md says the same."""
+"""What each launcher's variables are made into, as docs/launchers.md says; tasks of a Slurm step are one world."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.commands import write_run
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshError
 from meshwright.cli import main as cli
 from meshwright.launch import join as joining
-from meshwright.launch.claim import Launcher
+from meshwright.launch.claim import Claim, Launcher
 from meshwright.launch.join import LAUNCHERS, local_rank, torchrun_variables
+from meshwright.launch.slurm import devices_of_step
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
@@ -25,6 +30,11 @@ STEP = (
     "SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=4 "
     "SLURM_STEP_NODELIST=gpu1"
 )
+NODES = (
+    "SLURM_JOB_ID=4711 SLURM_STEP_ID=3 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_NUM_NODES=4 SLURM_PROCID=4 SLURM_LOCALID=1 "
+    "SLURM_STEP_TASKS_PER_NODE=3(x2),1(x2) SLURM_STEP_NODELIST=gpu[007-009,12],login1 SLURM_NODEID=1"
+)
+"""A step on several nodes."""
 OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4"
 
 
@@ -49,32 +59,26 @@ class Read(Mapping[str, str]):
         return len(self.values_)
 
 
-@pytest.mark.parametrize(("text", "outcome"), EXAMPLES, ids=[str(index) for index in range(len(EXAMPLES))])
-def test_each_example_of_the_page_is_as_it_says(text: str, outcome: str) -> None:
-    if outcome.startswith("refused: "):
-        with pytest.raises(MeshError, match=re.escape(outcome.removeprefix("refused: "))):
-            torchrun_variables(variables(text))
-    else:
-        found = " ".join(sorted(f"{name}={value}" for name, value in torchrun_variables(variables(text)).items()))
-        assert found == ("" if outcome == "nothing" else " ".join(sorted(outcome.strip("`").split())))
-
-
-def test_the_page_has_examples_of_all_kinds() -> None:
+def test_each_example_of_the_page_is_as_it_says() -> None:
+    for text, outcome in EXAMPLES:
+        if outcome.startswith("refused: "):
+            with pytest.raises(MeshError, match=re.escape(outcome.removeprefix("refused: "))):
+                torchrun_variables(variables(text))
+        else:
+            found = " ".join(sorted(f"{name}={value}" for name, value in torchrun_variables(variables(text)).items()))
+            assert found == ("" if outcome == "nothing" else " ".join(sorted(outcome.strip("`").split()))), text
     outcomes = [outcome for _, outcome in EXAMPLES]
     assert len(EXAMPLES) > 30
     assert sum(outcome.startswith("refused: ") for outcome in outcomes) > 10
     assert sum(outcome.startswith("`") for outcome in outcomes) > 10
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
-def test_the_page_names_the_variables_of_each_launcher(launcher: Launcher) -> None:
-    (row,) = [row for row in ROWS if row[0] == launcher.name]
-    assert set(re.findall(r"`([A-Za-z_0-9]*_[A-Za-z_0-9]*|RANK)`", row[1])) == set(launcher.reads)
-
-
-def test_the_page_has_the_launchers_in_the_order_in_which_they_count() -> None:
-    names = [launcher.name for launcher in LAUNCHERS]
-    assert [row[0] for row in ROWS if row[0] in names] == names
+def test_the_page_has_the_launchers_in_their_order_and_their_variables() -> None:
+    rows = {row[0]: row[1] for row in ROWS if row[0] in [launcher.name for launcher in LAUNCHERS]}
+    assert list(rows) == [launcher.name for launcher in LAUNCHERS]
+    for launcher in LAUNCHERS:
+        found = re.findall(r"`([A-Za-z_0-9]*_[A-Za-z_0-9]*|RANK)`", rows[launcher.name])
+        assert set(found) == set(launcher.reads)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
@@ -124,12 +128,6 @@ def test_each_rank_says_what_contradicts_whatever_its_place(tmp_path: Path, monk
     assert result.stderr.startswith("error: two say what rank this is: RANK=0 and WORLD_SIZE=2")
 
 
-def test_ranks_of_open_mpi_get_their_places() -> None:
-    found = torchrun_variables({**variables(OPEN_MPI), "OMPI_COMM_WORLD_LOCAL_RANK": "2"})
-    places = [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
-    assert places == ["1", "4", "2", "4", "127.0.0.1"]
-
-
 def test_worlds_side_by_side_have_ports_of_their_own_and_ranks_of_one_the_same() -> None:
     ports = {
         torchrun_variables({**variables(OPEN_MPI), "OMPI_COMM_WORLD_RANK": rank, "PMIX_NAMESPACE": job})["MASTER_PORT"]
@@ -164,12 +162,12 @@ def test_rank_0_that_is_not_where_mpirun_runs_says_what_to_set() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["", "one", "-1", "1.0"])
-def test_what_is_no_count_is_refused_by_name(name: str, value: str) -> None:
+def test_what_is_no_count_is_refused_by_name(name: str) -> None:
     start = STEP if name.startswith("SLURM") else OPEN_MPI
     given = {"RANK": "1", "WORLD_SIZE": "4"} if "SLURM" not in name and "OMPI" not in name else {}
-    with pytest.raises(MeshError, match=f"{name}='{re.escape(value)}' is no count"):
-        torchrun_variables({**variables(start), **given, name: value})
+    for value in ("", "one", "-1", "1.0"):
+        with pytest.raises(MeshError, match=f"{name}='{re.escape(value)}' is no count"):
+            torchrun_variables({**variables(start), **given, name: value})
 
 
 def test_a_store_of_the_caller_needs_no_address() -> None:
@@ -205,14 +203,13 @@ with mw.open_world("cpu") as world:
 """
 
 
-@pytest.mark.parametrize("text", ["RANK=0 WORLD_SIZE=2", OPEN_MPI, "JOB_COMPLETION_INDEX=3", "RANK=1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["RANK=0 WORLD_SIZE=2", OPEN_MPI])
 def test_a_process_group_that_exists_is_used_whatever_launchers_say(text: str) -> None:
+    plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     found = subprocess.run(
         [sys.executable, "-c", GROUP],
-        env={
-            **{name: os.environ[name] for name in os.environ if name not in ("RANK", "WORLD_SIZE")},
-            **variables(text),
-        },
+        env={**plain, **variables(text)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -225,3 +222,145 @@ def test_a_process_group_that_a_launchers_ranks_have_made_learns_their_places() 
     beside = joining._beside_group(variables(OPEN_MPI), 1, 4)
     assert beside == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "RANK": "1", "WORLD_SIZE": "4"}
     assert joining._beside_group(variables(OPEN_MPI), 1, 2) == {}
+
+
+class Plugin:
+    """A launcher of somebody else, whose processes Slurm has started."""
+
+    @hookimpl
+    def register_launchers(self) -> list[Launcher]:
+        return [Launcher("Flux", ("FLUX_RANK",), self.ask)]
+
+    def ask(self, environment: Mapping[str, str]) -> Claim | None:
+        if "FLUX_RANK" not in environment:
+            return None
+        rank = int(environment["FLUX_RANK"])
+        return Claim("Flux", "", (), rank, 2, 0, 1, lambda: "here", lambda: 7, is_within=lambda outer: True)
+
+
+def test_a_plugin_adds_a_launcher() -> None:
+    with get_registry().observing(Plugin()):
+        found = torchrun_variables(variables(f"{STEP} FLUX_RANK=1"))
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["MASTER_PORT"]) == ("1", "2", "here", "7")
+    assert torchrun_variables(variables(f"{STEP} FLUX_RANK=1"))["WORLD_SIZE"] == "4"
+
+
+# -- Slurm
+
+
+def test_a_task_of_a_step_gets_the_variables_of_torchrun_but_what_the_user_has_set_stays() -> None:
+    step = variables(NODES)
+    assert torchrun_variables(step) == {
+        "RANK": "4",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu007",
+        "MASTER_PORT": str(10_000 + (4711 * 31 + 3) % 20_000),
+    }
+    assert torchrun_variables({**step, "SLURM_NODEID": "3"})["LOCAL_WORLD_SIZE"] == "1"
+    assert torchrun_variables({**step, "SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
+    found = torchrun_variables({**step, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"})
+    assert sorted(found) == ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("n1", "n1"), ("a-01,b-02", "a-01"), ("r[1-3]n[04-09],x", "r1n04"), ("c[5]-ib,d", "c5-ib"), ("n[10,2-4]", "n10")],
+)
+def test_the_first_node_hosts_the_rendezvous(nodes: str, host: str) -> None:
+    assert torchrun_variables({**variables(NODES), "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == host
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_PROCID=0",
+        f"{NODES} SLURM_STEP_NUM_TASKS=1",
+        f"{NODES} RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x",
+        "OMPI_COMM_WORLD_SIZE=1",
+    ],
+    ids=["no launcher", "batch script", "step of one task", "torchrun within a step", "mpirun of one"],
+)
+def test_everything_else_is_left_alone(text: str) -> None:
+    assert torchrun_variables(variables(text)) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{NODES} SLURM_HET_SIZE=2", "a heterogeneous Slurm job"),
+        (
+            NODES.replace("SLURM_LOCALID=1", ""),
+            "one of 8 tasks of a Slurm step, but SLURM_LOCALID is not set",
+        ),
+        ("OMPI_COMM_WORLD_SIZE=2", "one of 2 processes (OMPI_COMM_WORLD_SIZE)"),
+        ("PMI_SIZE=16", "one of 16 processes (PMI_SIZE)"),
+    ],
+)
+def test_several_processes_that_cannot_find_each_other_are_refused(text: str, told: str) -> None:
+    with pytest.raises(MeshError, match=re.escape(told)) as caught:
+        torchrun_variables(variables(text))
+    assert "torchrun" in str(caught.value)
+
+
+def test_devices_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_GPUS", raising=False)
+    assert devices_of_step() == 0
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
+    assert devices_of_step() == 3
+
+
+LOOP_AND_TRAIN = """
+import os, sys
+import meshwright as mw
+from meshwright.cli import main as cli
+with mw.open_world("cpu") as world:
+    print(world.rank, world.size, world.reduce_ints([10 ** world.rank]), flush=True)
+# A process is started once; as the next step it has to find the others anew.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+os.environ["SLURM_STEP_ID"] = "1"
+cli.main()
+"""
+
+
+def tasks(*command: str) -> list[Any]:
+    """Two processes, as `srun -n2` would start them on this node."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "RANK"))}
+    step = variables(
+        f"SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=nowhere "
+        f"SLURM_NODEID=0 SLURM_JOB_ID={os.getpid()} SLURM_STEP_ID=0"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**plain, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    return [(*process.communicate(timeout=240), process.returncode) for process in started]
+
+
+@pytest.mark.slow
+def test_two_tasks_of_a_step_are_a_world_of_two_in_a_loop_by_hand_and_in_meshwright_train(tmp_path: Path) -> None:
+    # nproc is of no use here, as under torchrun.
+    train = ("train", str(write_run(tmp_path)), "--set", "nproc=5")
+    (out, error, code), (other_out, _, other_code) = tasks("-c", LOOP_AND_TRAIN, *train)
+    assert (code, other_code) == (0, 0), error
+    assert out.startswith("0 2 [11]\n")
+    assert "fsdp2 on dp_shard=2 (cpu)" in out
+    assert other_out == "1 2 [11]\n"
+    assert (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_bad_run_file_is_told_once_by_the_tasks_of_a_step(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("stratgy: ddp\n")
+    found = tasks("-m", "meshwright", "train", str(tmp_path / "run.yaml"))
+    assert [code for _, _, code in found] == [2, 2]
+    assert [error.count("error: ") for _, error, _ in found] == [1, 0]

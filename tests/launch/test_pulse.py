@@ -1,15 +1,22 @@
-"""Signs of life in a store, without processes: who is taken for silent, and who is not."""
+"""Which rank hangs, judged by signs of life without processes; which rank is a straggler."""
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from meshwright.launch.hang import who_hangs
+from meshwright.events.step import StepResult
+from meshwright.launch.hang import DONE, Report, culprits, read_signs, standing, who_hangs
 from meshwright.launch.pulse import Pulse, write_sign
-from meshwright.launch.signs import DONE, read_signs
+from meshwright.mesh.progress import At, Progress, Sign
+from meshwright.train.report import NewStragglers, as_record, read_metrics
+from meshwright.train.run_sections import StragglersConfig
+from meshwright.train.stragglers import Stragglers
 
 INTERVAL_S = 2.0
 LIMIT_S = 90.0
@@ -20,8 +27,8 @@ def store() -> HashStore:
     return HashStore()
 
 
-def first_ranks_pulse(store: HashStore, size: int = 3) -> Pulse:
-    return Pulse(store, 0, size, timeout_s=LIMIT_S / 0.9, on_hang=print)
+def pulse_of(store: HashStore, rank: int) -> Pulse:
+    return Pulse(store, rank, 3, timeout_s=LIMIT_S / 0.9, on_hang=print)
 
 
 def looks(pulse: Pulse, seconds: float) -> list[int]:
@@ -33,7 +40,7 @@ def looks(pulse: Pulse, seconds: float) -> list[int]:
 
 
 def test_a_count_that_stands_still_for_too_long_is_silence(store):
-    pulse = first_ranks_pulse(store)
+    pulse = pulse_of(store, 0)
     write_sign(store, 2, 5, INTERVAL_S)
     for count in range(46):
         write_sign(store, 1, count, INTERVAL_S)
@@ -44,32 +51,27 @@ def test_a_count_that_stands_still_for_too_long_is_silence(store):
     assert pulse.look(INTERVAL_S) == []
 
 
-def test_a_rank_that_has_never_given_a_sign_is_silent_and_one_that_is_done_is_not(store):
-    pulse = first_ranks_pulse(store)
+def test_a_rank_without_a_sign_is_silent_and_one_that_is_done_or_a_reader_that_was_stopped_is_no_alarm(store):
     write_sign(store, 1, DONE, INTERVAL_S)
+    pulse = pulse_of(store, 0)
     assert looks(pulse, LIMIT_S) == []
     assert looks(pulse, 2 * LIMIT_S) == [2]
-
-
-def test_a_reader_that_was_stopped_itself_takes_nobody_for_silent(store):
-    pulse = first_ranks_pulse(store)
+    # Other ranks watch the first one alone.
+    assert looks(pulse_of(store, 2), 2 * LIMIT_S) == [0]
     for rank in (1, 2):
         write_sign(store, rank, 0, INTERVAL_S)
-    pulse.look(INTERVAL_S)
-    assert pulse.look(10 * LIMIT_S) == []
+    stopped = pulse_of(store, 0)
+    stopped.look(INTERVAL_S)
+    assert stopped.look(10 * LIMIT_S) == []
 
 
-def test_other_ranks_watch_the_first_one_alone(store):
-    pulse = Pulse(store, 2, 3, timeout_s=LIMIT_S / 0.9, on_hang=print)
-    write_sign(store, 1, 0, INTERVAL_S)
-    assert looks(pulse, 2 * LIMIT_S) == [0]
-
-
-def test_a_sign_tells_where_the_main_thread_is(store):
+def test_a_sign_tells_where_the_main_thread_is_and_says_the_same_when_it_is_read(store):
     write_sign(store, 0, 3, INTERVAL_S)
-    sign = read_signs(store, [0, 1])[0]
-    assert "tests/launch/test_pulse.py:" in sign.place or "signs.py:" in sign.place
-    assert (sign.count, sign.waits) == (3, False)
+    found = read_signs(store, [0, 1])[0]
+    assert "hang.py:" in found.place
+    assert (found.count, found.waits) == (3, False)
+    written = sign(stack=("a.py:1 in f", "b.py:2 in g"), own_s=0.5, step_s=1.0, steps=20)
+    assert Sign.read(written.written()) == written
 
 
 def test_without_signs_or_where_all_wait_nobody_stands_out(store, monkeypatch):
@@ -80,5 +82,96 @@ def test_without_signs_or_where_all_wait_nobody_stands_out(store, monkeypatch):
     write_sign(store, 1, 0, INTERVAL_S)
     assert "rank 1 did not come to where rank 0 waits" in str(who_hangs(store, 0, 2, list))
     write_sign(store, 1, 1, INTERVAL_S)
-    assert "rank 1 (" in str(who_hangs(store, 0, 2, list))
     assert "no sign of life" in str(who_hangs(store, 0, 2, list))
+
+
+def sign(step: int = 5, part: int = 2, *, still_s: float = 9.0, waits: bool = False, **more: Any) -> Sign:
+    at = At(step, part, "forward_backward", more.pop("moves", 0), more.pop("settled", True), more.pop("patient", False))
+    return Sign(more.pop("count", 7), "host, process 1", waits, "x.py:1 in f", 0.2, at, still_s, **more)
+
+
+def test_the_ranks_at_the_earliest_position_stand_still_or_nobody_does():
+    ahead, behind = sign(5, 3), sign(5, 2)
+    assert standing({0: ahead, 1: behind}, 4.0) == [1]
+    assert standing({0: ahead, 1: replace(behind, still_s=3.0)}, 4.0) == []
+    assert standing({0: ahead, 1: behind, 2: sign(5, 2, still_s=1.0)}, 4.0) == []
+    assert standing({0: sign(6, 1), 1: behind}, 4.0) == [1]
+    # In what may be slow, before a step is done, or where all is done.
+    assert standing({0: ahead, 1: sign(5, 2, patient=True)}, 4.0) == []
+    assert standing({0: ahead, 1: sign(0, 1, settled=False)}, 4.0) == []
+    assert standing({0: replace(ahead, count=DONE), 1: replace(behind, count=DONE)}, 4.0) == []
+
+
+def test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_begun_less():
+    assert culprits({0: Report(sign(waits=True)), 1: Report(sign()), 2: Report(sign(waits=True))}) == [1]
+    assert culprits({0: Report(sign(5, 1, waits=True)), 1: Report(sign())}) == [0]
+    # As with NCCL: all are in a wait for the device.
+    counts = {"dp": (7, 7, 6)}
+    reports = {rank: Report(sign(), counts) for rank in range(3)}
+    assert culprits(reports) == [0, 1, 2]
+    assert culprits(reports | {1: Report(sign(), {"dp": (7, 6, 6)})}) == [1]
+    assert culprits(reports | {2: Report(sign(), {"other": (1, 1, 1)})}) == [0, 1, 2]
+    assert culprits({0: Report(sign(moves=3)), 1: Report(sign(moves=2))}) == [1]
+
+
+def test_progress_is_of_phases_and_microbatches_and_what_is_new_may_be_slow():
+    progress, found = Progress(), []
+    for step in (1, 2):
+        progress.begin(step, "data")
+        found.append(progress.at)
+        progress.enter("forward_backward")
+        progress.move()
+        found.append(progress.at)
+    assert [(at.step, at.part, at.moves) for at in found] == [(1, 1, 0), (1, 2, 1), (2, 1, 0), (2, 2, 1)]
+    assert [(at.settled, at.patient) for at in found] == [(False, True), (False, True), (True, False), (True, False)]
+    for phase, patient in (("evaluation", True), ("data", False), ("evaluation", False), ("save", True)):
+        progress.enter(phase)
+        assert (progress.at.phase, progress.at.patient) == (phase, patient)
+    progress.enter("data")
+    progress.enter("save")
+    assert progress.at.patient
+
+
+def owns(*seconds: float, steps: int = 20) -> dict[int, Sign]:
+    return {rank: sign(own_s=own, step_s=0.2, steps=steps) for rank, own in enumerate(seconds)}
+
+
+@pytest.mark.parametrize(
+    ("signs", "config", "named"),
+    [
+        (owns(0.01, 0.011, 0.012, 0.06), {}, [3]),
+        (owns(0.01, 0.011, 0.012, 0.06, steps=19), {}, []),
+        (owns(0.01, 0.011, 0.012, 0.06, steps=5), {"over": 5}, [3]),
+        (owns(0.01, 0.011, 0.012, 0.06), {"deviations": 100.0}, []),
+        # Less than 5 % of a step, and fewer than four ranks.
+        (owns(0.01, 0.01, 0.01, 0.018), {}, []),
+        (owns(0.01, 0.011, 0.06), {}, []),
+    ],
+    ids=["slow", "few steps", "over=5", "deviations=100", "little of a step", "three ranks"],
+)
+def test_stragglers_are_judged_by_the_signs_of_all_ranks(signs, config, named):
+    progress = Progress()
+    asked = StragglersConfig(**config)
+    watching = Stragglers(asked, progress)
+    assert watching() == ()
+    for step, expected in ((20, []), (20 + asked.over - 1, []), (20 + asked.over, named)):
+        progress.signs = {rank: replace(each, at=At(step)) for rank, each in signs.items()}
+        assert [each["rank"] for each in watching()] == expected
+    # A rank that is fast for a moment is named again only when it has been slow for as many steps.
+    progress.signs = owns(0.01, 0.01, 0.01, 0.01)
+    assert watching() == ()
+    progress.signs = {rank: replace(each, at=At(1000)) for rank, each in signs.items()}
+    assert watching() == ()
+
+
+def test_a_straggler_is_told_once_and_kept_in_the_metrics(tmp_path):
+    slow = {"rank": 3, "seconds": 0.06, "median": 0.01, "deviations": float("inf")}
+    result = StepResult(1, 2, 1.0, 1.0, 0.1, 10, 0.5, 0, stragglers=(slow,))
+    new = NewStragglers()
+    assert [len(new.of(each)) for each in (replace(result, stragglers=()), result, result)] == [0, 1, 0]
+    record = as_record(result)
+    assert record["stragglers"] == [slow | {"deviations": None}]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (read,) = read_metrics(tmp_path / "metrics.jsonl", until=2, steps=2)
+    assert read.stragglers[0]["rank"] == 3
+    assert as_record(read) == record

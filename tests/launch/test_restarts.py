@@ -37,18 +37,16 @@ def _after(run: Run, step: int) -> Any:
 # -- ranks that are killed
 
 
+ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"strategy": "fsdp2", "nproc": 2},
-        {
-            "strategy": "ddp",
-            "nproc": 2,
-            "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True},
-        },
-        {"strategy": "fsdp2", "nproc": 4, "pp_size": 2},
+        pytest.param({"strategy": "fsdp2", "nproc": 2}, id="fsdp2", marks=pytest.mark.slow),
+        pytest.param({"strategy": "ddp", "nproc": 2, "strategy_config": ZERO1}, id="ddp", marks=pytest.mark.zoo),
+        pytest.param({"strategy": "fsdp2", "nproc": 4, "pp_size": 2}, id="pipeline", marks=pytest.mark.zoo),
     ],
-    ids=["fsdp2", "ddp", "pipeline"],
 )
 def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str, Any], tmp_path: Path) -> None:
     whole, run = (make_run(tmp_path, name, settings | {"max_restarts": 3}) for name in ("whole", "killed"))
@@ -82,6 +80,7 @@ def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str,
     assert [each["code"] for each in _events(run, "exit")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(tmp_path: Path) -> None:
     settings = {"strategy": "fsdp2", "strategy_config": {"reduce_dtype": "float64"}, "nproc": 4}
     # Dropout would draw other numbers: they follow from the data rank.
@@ -122,6 +121,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     assert [each["grad_norm"] for each in after] == norms
 
 
+@pytest.mark.slow
 def test_what_would_fail_again_is_not_begun_anew(tmp_path: Path) -> None:
     write_run(tmp_path)
     # A rate at which the loss is soon not finite: it fails at the same step each time.

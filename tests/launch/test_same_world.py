@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,61 +18,44 @@ from support.replication import Training, after, assert_same, ranks_of_agent, sa
 
 from meshwright.base.errors import RankError
 from meshwright.launch.rank import ECHO_WAIT_S
-from meshwright.launch.same_world import agreed_prefix
+from meshwright.launch.store import agreed_prefix
 
 
-def _side_by_side(works: list[Callable[[], str]]) -> list[str]:
-    """What each returns, or the error, in threads."""
-    found = [""] * len(works)
+def _side_by_side(store: dist.Store, size: int, late_s: dict[int, float], timeout_s: float = 20.0) -> list[str]:
+    """What each rank finds, or its error; `late_s` has the ranks that come, and how late."""
 
-    def run(number: int) -> None:
+    def ask(rank: int) -> str:
+        time.sleep(late_s[rank])
         try:
-            found[number] = works[number]()
+            return agreed_prefix(store, rank, size, timeout_s=timeout_s)
         except RankError as error:
-            found[number] = f"error: {error}"
+            return f"error: {error}"
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def _asking(store: dist.Store, rank: int, size: int, late_s: float = 0.0, timeout_s: float = 20.0) -> Callable[[], str]:
-    def ask() -> str:
-        time.sleep(late_s)
-        return agreed_prefix(store, rank, size, timeout_s=timeout_s)
-
-    return ask
+    with ThreadPoolExecutor(len(late_s)) as threads:
+        return list(threads.map(ask, late_s))
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> None:
     store = dist.HashStore()
-    worlds = [
-        _side_by_side([_asking(store, rank, 3, late_s=0.2 if rank == late else 0.0) for rank in range(3)])
-        for _ in range(3)
-    ]
+    worlds = [_side_by_side(store, 3, {rank: 0.2 if rank == late else 0.0 for rank in range(3)}) for _ in range(3)]
     assert all(len(set(found)) == 1 and not found[0].startswith("error") for found in worlds)
     assert len({found[0] for found in worlds}) == 3
+    # A rank alone waits for nobody.
+    assert agreed_prefix(store, 0, 1, timeout_s=0.0) != agreed_prefix(store, 0, 1, timeout_s=0.0)
 
 
-def test_who_died_while_it_asked_holds_up_nobody() -> None:
+def test_who_died_while_it_asked_holds_up_nobody_and_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
-    (told,) = _side_by_side([_asking(store, 1, 2, timeout_s=0.2)])
+    (told,) = _side_by_side(store, 2, {1: 0.0}, timeout_s=0.2)
     assert told.startswith("error: the rendezvous store is gone, or rank 0 has not come within 0.2 s")
     # The first rank answers the word of the dead, too, and is confirmed by the one that lives.
-    first, second = _side_by_side([_asking(store, 0, 2), _asking(store, 1, 2, late_s=0.3)])
+    first, second = _side_by_side(store, 2, {0: 0.0, 1: 0.3})
     assert first == second
     assert not first.startswith("error")
-
-
-def test_ranks_that_do_not_come_are_named() -> None:
-    store = dist.HashStore()
-    told = _side_by_side([_asking(store, 0, 4, timeout_s=0.5), _asking(store, 2, 4, timeout_s=0.5)])
-    assert told[0] == "error: ranks 1, 3 of 4 have not come within 0.5 s."
-    assert not told[1].startswith("error")
+    first, second = _side_by_side(dist.HashStore(), 4, {0: 0.0, 2: 0.0}, timeout_s=0.5)
+    assert first == "error: ranks 1, 3 of 4 have not come within 0.5 s."
+    assert not second.startswith("error")
 
 
 def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
@@ -83,11 +65,6 @@ def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
         del host
         with pytest.raises(RankError, match="the rendezvous store is gone"):
             agreed_prefix(store, rank, 2, timeout_s=5.0)
-
-
-def test_a_rank_alone_waits_for_nobody() -> None:
-    store = dist.HashStore()
-    assert agreed_prefix(store, 0, 1, timeout_s=0.0) != agreed_prefix(store, 0, 1, timeout_s=0.0)
 
 
 # -- runs under torchrun
@@ -102,6 +79,7 @@ def _run(workplace: Path, name: str, **settings: object) -> Run:
     return make_run(workplace, name, {"strategy": "fsdp2", "nproc": 2, **settings})
 
 
+@pytest.mark.slow
 def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) -> None:
     whole = _run(tmp_path, "whole")
     finish("train", str(whole.file))
@@ -122,6 +100,7 @@ def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) ->
     assert [line["event"] for line in lines if line["event"] in ("hang", "start")] == ["start", *["hang", "start"] * 2]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     run = _run(tmp_path, "alone", steps=2000)
     process = _train(run)
@@ -142,6 +121,7 @@ def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         end_session(process)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tmp_path: Path) -> None:
     run = _run(tmp_path, "two nodes", steps=2000)
     run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
@@ -184,6 +164,7 @@ def _end(node: netns.Node) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) -> None:
     """Nobody on the other side can end it, and it would hold its accelerators until its collectives give up."""
     if reason := netns.why_not():
@@ -214,6 +195,7 @@ def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) ->
     assert [cut in told[0], cut in told[1], other in told[0], other in told[1]] == [False, True, True, False]
 
 
+@pytest.mark.zoo
 def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
     """Two of three go on by themselves. The node where they meet is lost, and the last one is where they meet."""
     if reason := netns.why_not():

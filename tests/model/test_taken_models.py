@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright.testing import pool
 from meshwright.testing.models import case_model, tiny_model
 

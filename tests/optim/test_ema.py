@@ -24,7 +24,7 @@ from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.checkpoint.payload import read_tensors
 from meshwright.cli import main as cli
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Sharded, tensor_pieces

@@ -23,9 +23,9 @@ from torch.optim import SGD, AdamW, Muon
 
 import meshwright as mw
 from meshwright.base.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import open_world
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE, Outcome, share

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.launch.open_world import open_world
 from meshwright.manager.optimizer_trial import check_optimizer
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import open_world
 from meshwright.strategy.stack import resolve
 from meshwright.tensors.state import DTENSORS
 from meshwright.testing.case import TOLERANCE, Case, Outcome

@@ -19,9 +19,9 @@ from meshwright.checkpoint import save_checkpoint
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.values import RANDOM
-from meshwright.cli.imports import uncollected
+from meshwright.files.commands import uncollected
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.world import open_world
 from meshwright.plan.device import find_device
 from meshwright.plan.fleet import advice
 from meshwright.plan.fleet.advice import (

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from meshwright.base.errors import ConfigError, MeshError
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.sizes import Degrees
-from meshwright.mesh.world import open_world
 from meshwright.plan import links
 from meshwright.plan.calibration import measure
 from meshwright.plan.calibration.calibrate import Rates, best, calibrate, calibrate_to, device_of, written

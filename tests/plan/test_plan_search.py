@@ -16,9 +16,9 @@ import yaml
 from support.plan_layouts import SIZES
 
 from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
-from meshwright.cli.plan import load_job
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan.calibration.calibrate import written
+from meshwright.plan.command import load_job
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan

@@ -17,8 +17,9 @@ import yaml
 from security.small_run import job_values
 
 from meshwright.base.errors import ConfigError
+from meshwright.clusters import TARGETS, Target
 from meshwright.clusters.files import files_of
-from meshwright.clusters.job import TARGETS, Job, Target, plan_job
+from meshwright.clusters.job import Job, plan_job
 from meshwright.train.run_file import RunConfig
 
 PIECES = [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.process_identity import identity_of
+from meshwright.base.processes import identity_of
 from meshwright.memory import keeper, keepers, wire
 from meshwright.memory.socket_file import listen_at, remove, socket_path
 

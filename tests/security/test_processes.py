@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.base.processes import Handle, identity_of
 from meshwright.launch import local
-from meshwright.launch.process_identity import Handle, identity_of
 
 
 def _sleeper() -> subprocess.Popen[bytes]:

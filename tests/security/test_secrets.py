@@ -15,8 +15,9 @@ from security.small_run import job_values, write_small_run
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
 from meshwright.checkpoint.remote import place_of
+from meshwright.clusters import TARGETS, Target
 from meshwright.clusters.files import files_of, write
-from meshwright.clusters.job import TARGETS, Job, Target, plan_job
+from meshwright.clusters.job import Job, plan_job
 from meshwright.events.run import TrackerSpec
 from meshwright.train import trackers
 from meshwright.train.hidden_values import HIDDEN, is_secret, resolved

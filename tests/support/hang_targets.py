@@ -1,4 +1,4 @@
-"""Runs in which a rank hangs or is slow, for test_timeouts.py and test_watchdog.py.
+"""Runs in which a rank hangs or is slow, for test_watchdog.py.
 
 As a script, for each "PLACE RANK RUN_FILE" that it reads from stdin, it starts the run of the file in which that rank,
 or with -1 each, hangs at that place, and answers with "exit code N" on stdout. One fork server serves all. Started by

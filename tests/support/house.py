@@ -19,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("base",),
-    ("events", "files", "_compat", "launch"),
+    ("events", "files", "_compat"),
     ("mesh",),
     ("tensors",),
     ("model",),
     ("strategy",),
-    ("step", "objectives", "data", "checkpoint"),
+    ("launch", "step", "objectives", "data", "checkpoint"),
     ("memory",),
     ("parallel", "profile", "train"),
     ("manager",),

@@ -15,11 +15,11 @@ from click.testing import Result
 from torch import nn
 from typer.testing import CliRunner
 
-from meshwright.cli.imports import uncollected
 from meshwright.cli.main import app
+from meshwright.files.commands import uncollected
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import open_world
 from meshwright.plan import planned as planned_module
 from meshwright.plan import stages
 from meshwright.plan.allocator import LARGE_GRANULE

@@ -23,9 +23,9 @@ from support.commands import LAUNCHER_VARIABLES, write_run
 from support.runs import Place, output_of_rank
 
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
+from meshwright.base.stopping import SAME_S
 from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.data.encoding.worker import Worker
-from meshwright.launch.stopping import SAME_S
 from meshwright.strategy.contract import StepResult, StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
@@ -363,7 +363,7 @@ WAITS = """
 import os, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from meshwright.launch.stopping import StopSignals
+from meshwright.base.stopping import StopSignals
 
 store = TCPStore("127.0.0.1", 0, is_master=True)
 with StopSignals(["SIGTERM"], tell=lambda text: print(text, flush=True)):
@@ -390,7 +390,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_tw
 
 FORKS = """
 import multiprocessing, os, signal, time
-from meshwright.launch.stopping import StopSignals
+from meshwright.base.stopping import StopSignals
 
 def work(ready):
     ready.set()

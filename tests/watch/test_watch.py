@@ -532,7 +532,7 @@ def test_addresses_and_localhost_are_names_of_this_machine(host, served):
 def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path):
     make_run(tmp_path / "x", 3)
     code = (
-        "import sys; from meshwright.watch import server, run, answers; import meshwright.cli.watch; "
+        "import sys; from meshwright.watch import server, run, answers; import meshwright.watch.command; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,1 +1,1 @@
-"""The command line: `main`, and a file for each command. What the commands do is in the other rooms."""
+"""The command line: `main`, and the commands of core. Other rooms have a module `command` of their own."""

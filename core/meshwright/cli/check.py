@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..files.commands import Traceback, output_console, told
 from ..files.terminal import new_console
 from ..mesh.sizes import MeshSizes
-from .errors import told
 
 
 def check(
@@ -26,7 +26,7 @@ def check(
     device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share a GPU.")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, as they come.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON file holds already.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
     with told(traceback):
@@ -39,9 +39,7 @@ def check(
         options = as_options(assignments or [])
         sizes = {name: options.pop(name) for name in MeshSizes.model_fields if name in options}
         cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device, sizes=sizes)
-        console = new_console()
-        if not console.is_terminal:
-            console.width = 160  # a file cuts nothing off
+        console = output_console(160)
         results = run_cells(cells, json_file=json_file, resume=resume, console=new_console(stderr=True))
         console.print(as_table(results))
         for line in reasons(results):

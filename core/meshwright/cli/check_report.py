@@ -1,4 +1,4 @@
-"""What `meshwright check` shows and writes: a progress bar, a table, the reasons, a summary line and JSON."""
+"""Output of `meshwright check`: a progress bar, a table, the reasons, a summary line and JSON."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from rich.text import Text
 from ..files.terminal import styled
 from ..testing.cells import Cell, Result
 
-# What a traceback says of the machine, in front of the packages' own paths.
+# In a traceback, the machine's paths before those of the packages.
 _OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
 
 _SIGNS: dict[str, str | Text] = {"passed": "ok", "failed": styled("[bold red]FAILED[/]"), "does not apply": "-"}
 
 
 def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, console: Console) -> list[Result]:
-    """Run all cells, with a progress bar; write each result to `json_file` as soon as it is there.
+    """Run all cells with a progress bar; write each result to `json_file` at once.
 
     Args:
-        cells: from `meshwright.testing.conformance`.
-        json_file: where results go; None: nowhere.
-        resume: leave out the cells that `json_file` holds already.
-        console: where the bar is drawn.
+        resume: skip the cells that `json_file` holds already.
+        console: for the bar.
     """
     records = _read(json_file) if resume and json_file is not None else {}
     results = []
@@ -50,7 +48,7 @@ def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, co
 
 
 def as_record(result: Result) -> dict[str, Any]:
-    """A result as plain values."""
+    """Return a result as plain values."""
     cell = result.cell
     return {
         "strategy": cell.strategy,
@@ -66,7 +64,7 @@ def as_record(result: Result) -> dict[str, Any]:
 
 
 def as_table(results: Iterable[Result]) -> Table:
-    """Cases by layouts; what a sign means is told below the table where it is not "ok"."""
+    """Return a table of cases by layouts."""
     found = {(result.cell.name, result.cell.layout): result for result in results}
     names = list(dict.fromkeys(name for name, _ in found))
     layouts = list(dict.fromkeys(layout for _, layout in found))
@@ -78,7 +76,7 @@ def as_table(results: Iterable[Result]) -> Table:
 
 
 def reasons(results: Iterable[Result]) -> list[str]:
-    """A line for each cell that failed or does not apply, or passed with a remedy: cells of one reason together."""
+    """Return a line for each reason why cells failed, do not apply or passed with a remedy, with these cells."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.detail:
@@ -87,7 +85,7 @@ def reasons(results: Iterable[Result]) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The last line: how many passed and failed."""
+    """Return the last line: how many passed and failed."""
     counts = {status: sum(result.status == status for result in results) for status in _SIGNS}
     return f"{counts['passed']} passed, {counts['failed']} failed"
 

@@ -7,20 +7,18 @@ from typing import Annotated
 
 import typer
 
-from ..files.terminal import new_console
-from ..train.run_file import load_run
-from .errors import told
+from ..files.commands import RunFile, Traceback, output_console, told
 
 
 def show(
-    run_file: Annotated[Path, typer.Argument(help="A run file (YAML).")],
+    run_file: RunFile,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as data.seq_len=512."),
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="So many rows are shown whole.")] = 2,
     png: Annotated[Path | None, typer.Option(help="Draw lengths and learnt tokens into this file.")] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
     with told(traceback):
@@ -29,6 +27,7 @@ def show(
         from ..data.summary import first_rows, measured_fill, summarize
         from ..data.tokenizer import load_tokenizer
         from ..train.plan import data_and_model_config
+        from ..train.run_file import load_run
         from .data_report import as_histogram, as_table, as_text, draw
 
         config = load_run(run_file, assignments or [])
@@ -43,9 +42,7 @@ def show(
                 laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
             )
 
-        console = new_console()
-        if not console.is_terminal:
-            console.width = 160  # a file cuts nothing off
+        console = output_console(160)
         tokenizer = load_tokenizer(data.tokenizer_dir)
         for number, row in enumerate(first_rows(feed(), rows, kind, tokenizer), start=1):
             console.print(as_text(row, number, marks=not console.color_system), soft_wrap=True)

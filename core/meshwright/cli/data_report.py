@@ -1,4 +1,4 @@
-"""What `meshwright data show` prints and draws: rows, a histogram of lengths, a table of sources."""
+"""Output of `meshwright data show`: rows, a histogram of lengths, a table of sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
 
 
 def as_text(row: ShownRow, number: int, *, marks: bool) -> Text:
-    """A row: learnt tokens in another colour, or between marks where there are no colours; documents apart."""
+    """Return a row; learnt tokens have another colour, or marks around them where there are no colours."""
     learnt = sum(run.tokens for document in row.documents for run in document if run.learnt)
     tokens = sum(run.tokens for document in row.documents for run in document)
     columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
@@ -38,7 +38,7 @@ def as_text(row: ShownRow, number: int, *, marks: bool) -> Text:
 
 
 def as_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
-    """Lengths of documents, in bars."""
+    """Return the lengths of documents as bars."""
     lengths = np.concatenate([summary.lengths for summary in summaries]) if summaries else np.array([], np.int64)
     text = Text("tokens of a document\n", style="bold")
     if not len(lengths):
@@ -56,7 +56,7 @@ def as_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
 
 
 def bins_of(lengths: np.ndarray, count: int) -> np.ndarray:
-    """Edges of about `count` bins of one round width, over all lengths; the last edge lies behind the longest."""
+    """Return the edges of about `count` bins of one round width; the last edge is above the longest length."""
     most = int(lengths.max()) + 1
     least = -(-most // count)
     unit = 10 ** (len(str(least)) - 1)
@@ -65,27 +65,13 @@ def bins_of(lengths: np.ndarray, count: int) -> np.ndarray:
 
 
 def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Table:
-    """What became of each source.
-
-    Args:
-        measured: how full rows are, where that depends on which are side by side.
-    """
+    """Return a table of sources; `measured` is the fill of rows, if that depends on the order of documents."""
     table = Table(box=None, pad_edge=False)
     table.add_column("source", overflow="fold")
     table.add_column("format")
-    for name in (
-        "records",
-        "documents",
-        "tokens",
-        "learnt",
-        "rows",
-        "fill",
-        "cut",
-        "dropped",
-        "split",
-        "nothing learnt",
-        "turns unanswered",
-    ):
+    for name in ["records", "documents", "tokens", "learnt", "rows", "fill", "cut", "dropped", "split"]:
+        table.add_column(name, justify="right")
+    for name in ("nothing learnt", "turns unanswered"):
         table.add_column(name, justify="right")
     for each in summaries:
         counts, fill = each.counts, measured if each.fill is None else each.fill
@@ -104,11 +90,7 @@ def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Tabl
 
 
 def draw(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
-    """Draw lengths of documents and shares of learnt tokens into a PNG file.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Draw lengths of documents and shares of learnt tokens into a PNG file; raise DataError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")

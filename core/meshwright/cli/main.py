@@ -1,6 +1,6 @@
-"""The command `meshwright`: core's subcommands, each in a file of its own, and those of plugins.
+"""The command `meshwright`, whose subcommands plugins add by the hook `register_commands`.
 
-Importing it imports no torch, so that listing and errors in a run file take no time.
+No command's implementation is imported before the command runs, and so no torch.
 """
 
 from __future__ import annotations
@@ -9,70 +9,60 @@ import errno
 import os
 import sys
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from io import TextIOWrapper
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_group
 
+from ..base.allocator import prefer_expandable_segments
 from ..base.errors import ConfigError
+from ..base.safe_path import protect_children
+from ..base.version import __version__
+from ..files.commands import told
 from ..files.terminal import escape_messages, say
 from ..files.versions import check_torch
-from ..launch.allocator import prefer_expandable_segments
 from ..launch.rank import leave
-from ..launch.safe_path import protect_children
+from ..strategy.plugins import ENTRY_POINT_GROUP
 from ..strategy.registry import Failure, Registry, get_registry
-from . import data, profile
-from .about import about
-from .check import check
-from .checkpoint import show, verify
-from .diff import diff
-from .doctor import doctor
-from .errors import told
-from .explain import explain
-from .export import export
-from .init import init
-from .launch import launch
-from .plan import plan
-from .replay import replay
-from .schema import schema
-from .strategies import strategies
-from .train import train
-from .watch import watch
 
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-
-app = typer.Typer(
-    name="meshwright",
-    help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    callback=about,
+OWN = (
+    "cli.commands",
+    "clusters.command",
+    "guide.doctor.command",
+    "guide.explain.command",
+    "guide.first_run.command",
+    "plan.command",
+    "profile.command",
+    "replay.command",
+    "watch.command",
 )
-checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
-checkpoints.command()(show)
-checkpoints.command()(verify)
-data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
-data_commands.command()(data.show)
-profiles = typer.Typer(help="Look at profiles of steps.", no_args_is_help=True)
-profiles.command()(profile.show)
-profiles.command()(profile.compare)
-app.command()(train)
-app.command()(launch)
-app.command()(plan)
-app.command()(strategies)
-app.command()(check)
-app.add_typer(checkpoints, name="checkpoint")
-app.add_typer(data_commands, name="data")
-app.add_typer(profiles, name="profile")
-app.command()(export)
-app.command()(schema)
-app.command()(watch)
-app.command()(replay)
-app.command()(diff)
-app.command()(init)
-app.command()(explain)
-app.command()(doctor)
+"""Modules of this package that bring commands."""
+ORDER = "train launch plan strategies check export schema watch replay diff init explain doctor checkpoint data profile"
+"""The subcommands in the order of the help; those of other plugins follow."""
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = ORDER.split()
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"meshwright {__version__}\n")
+        raise typer.Exit
+
+
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop."""
 
 
 def main() -> None:
@@ -82,7 +72,7 @@ def main() -> None:
     prefer_expandable_segments()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # What its encoding lacks is no reason to fail.
+            # Characters that its encoding lacks are no reason to fail.
             with suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
     code = 0
@@ -101,7 +91,7 @@ def main() -> None:
         if error.filename is not None or error.errno not in _OUTPUT_FAILS:
             raise
         code = _output_failed(error)
-    # An interpreter that takes down torch piece by piece needs as long for it as for importing it.
+    # Python's own exit would unload torch piece by piece, which takes as long as its import.
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -110,7 +100,6 @@ def main() -> None:
 
 
 def _check_place() -> None:
-    """Raise ConfigError where the current directory has been removed."""
     try:
         os.getcwd()
     except OSError as error:
@@ -120,16 +109,16 @@ def _check_place() -> None:
 
 
 def _output_failed(error: OSError) -> int:
-    """Say so where that can be said; the exit code."""
+    """Say so, if that is possible; return the exit code."""
     with suppress(OSError):
         say(f"error: the output cannot be written: {error.strerror}.\n", stderr=True)
     return 1
 
 
 def add_commands(app: typer.Typer, registry: Registry) -> None:
-    """Let each plugin add its subcommands, by the hook `register_commands`.
+    """Add the subcommands of each plugin.
 
-    A plugin that fails, or whose command would hide another, adds none and is told in the registry's `failures`.
+    A plugin that fails, or whose command would hide another, adds none and is listed in the registry's `failures`.
     """
     for name, register in registry.implementations("register_commands"):
         own = typer.Typer()
@@ -141,7 +130,7 @@ def add_commands(app: typer.Typer, registry: Registry) -> None:
 
 
 def _defect(own: typer.Typer, register: Any, app: typer.Typer) -> str | None:
-    """Let a plugin register its commands in `own`; why they cannot be added, if they cannot."""
+    """Let a plugin register its commands in `own`; return why they cannot be added, if they cannot."""
     try:
         register(app=own)
         taken = set(get_group(own).commands) & set(get_group(app).commands)
@@ -149,3 +138,20 @@ def _defect(own: typer.Typer, register: Any, app: typer.Typer) -> str | None:
         # Whatever a plugin raises; see [Note: isolation] in the registry.
         return f"register_commands raised {type(error).__name__}: {error}"
     return f"its commands exist already: {', '.join(sorted(taken))}" if taken else None
+
+
+def _command_line() -> typer.Typer:
+    app = typer.Typer(
+        name="meshwright",
+        cls=_Commands,
+        help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        callback=about,
+    )
+    own = {room: EntryPoint(room, f"meshwright.{room}", ENTRY_POINT_GROUP) for room in OWN}
+    Registry([], builtins=own).hook.register_commands(app=app)
+    return app
+
+
+app = _command_line()

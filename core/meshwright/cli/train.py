@@ -1,40 +1,38 @@
-"""`meshwright train`: starts the ranks of this node, or joins those that a launcher has started."""
+"""`meshwright train`: start the ranks of this node, or join those that a launcher has started."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..files.commands import Assignments, RunFile, Traceback, told, uncollected
 from ..launch.environment import started_by_launcher
 from ..launch.join import join
 from ..launch.rank import leave
 from ..strategy.registry import get_registry
-from ..train.early import check_model
-from ..train.run_file import RunConfig, load_run
-from ..train.startup import Startup
-from .errors import told
-from .imports import uncollected
-from .plan import show
+
+if TYPE_CHECKING:
+    from ..train.run_file import RunConfig
 
 
 def train(
-    run_file: Annotated[Path, typer.Argument(help="A run file (YAML).")],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
-    ] = None,
+    run_file: RunFile,
+    assignments: Assignments = None,
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Show what the run would hold, send and take, and start nothing.")
     ] = False,
     timings: Annotated[
         bool, typer.Option("--timings", help="After the first step, print what each part of the way to it took.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
+    from ..train.early import check_model
+    from ..train.run_file import load_run
+    from ..train.startup import Startup
+
     startup = Startup(timings)
     with told(traceback, everywhere=True):
         join()
@@ -62,16 +60,12 @@ def train(
 
 
 def _plan_only(config: RunConfig) -> None:
-    """Show the plan of a run, once for all ranks that a launcher has started.
-
-    Raises:
-        MeshwrightError: what is wrong with the run.
-    """
+    """Show the plan of a run, once for all ranks that a launcher has started."""
+    from ..plan.command import show
     from ..plan.comparison import plan_of
     from ..plan.report import tables
     from ..train.plan import processes
 
     count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    show(tables(plan_of(config, count)))
+    if os.environ.get("RANK", "0") == "0":
+        show(tables(plan_of(config, count)))

@@ -1,1 +1,6 @@
-"""Files with which a cluster runs a run file: for Slurm, Kubernetes, Ray and SkyPilot, checked, and submitted."""
+"""Job files with which Slurm, Kubernetes, Ray and SkyPilot run a run file."""
+
+from typing import Literal, get_args
+
+Target = Literal["slurm", "kubernetes", "ray", "skypilot"]
+TARGETS: tuple[Target, ...] = get_args(Target)

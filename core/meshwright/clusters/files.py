@@ -8,8 +8,8 @@ import subprocess
 from ..base.errors import ConfigError
 from ..files.parsing import as_yaml
 from ..files.writing import write_whole
-from . import kubernetes, ray, skypilot, slurm
-from .job import RUN_FILE, Job, Target
+from . import Target, kubernetes, ray, skypilot, slurm
+from .job import RUN_FILE, Job
 
 _INSTALL = {
     "sbatch": "Submit from a login node of the cluster",
@@ -20,7 +20,7 @@ _INSTALL = {
 
 
 def files_of(job: Job, to: Target) -> dict[str, str]:
-    """Texts by the names of their files, that which is submitted first."""
+    """Return texts by file name, the submitted file first."""
     run = {RUN_FILE: as_yaml(dict(job.values))}
     if to == "slurm":
         return {slurm.SCRIPT: slurm.batch_script(job), **run}
@@ -33,7 +33,7 @@ def files_of(job: Job, to: Target) -> dict[str, str]:
 
 
 def submission(job: Job, to: Target) -> list[str]:
-    """The command that submits the files."""
+    """Return the command that submits the files."""
     if to == "slurm":
         return ["sbatch", str(job.directory / slurm.SCRIPT)]
     if to == "kubernetes":
@@ -47,11 +47,7 @@ def submission(job: Job, to: Target) -> list[str]:
 
 
 def write(job: Job, files: dict[str, str]) -> None:
-    """Write the files into the job's directory.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write the files into the job's directory; raise ConfigError if it cannot be written."""
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -61,17 +57,13 @@ def write(job: Job, files: dict[str, str]) -> None:
 
 
 def submit(command: list[str]) -> int:
-    """Run the command that submits; its exit code.
-
-    Raises:
-        ConfigError: there is no such command here.
-    """
+    """Run the command that submits and return its exit code; raise ConfigError if it is not installed."""
     check_can_submit(command)
     return subprocess.run(command, check=False).returncode
 
 
 def check_can_submit(command: list[str]) -> None:
-    """Raise ConfigError where the command is not there."""
+    """Raise ConfigError if the command is not installed."""
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"{command[0]} is not installed here, so the job cannot be submitted. {_INSTALL[command[0]]}; or leave "

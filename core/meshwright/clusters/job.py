@@ -1,8 +1,7 @@
 """A run as a cluster's job: how many ranks on how many machines, checked as `meshwright train` will check it.
 
-[Note: what a job needs] It will be stopped and begun anew on other machines. So what it leaves must be on storage that
-all of them share, it must save checkpoints, and the same command must go on from them. All this is refused here, while
-somebody is there to read it, and not by the first of many machines.
+[Note: what a job needs] A job will be stopped and restarted on other machines. So it must save checkpoints to storage
+that all of them share, and the same command must resume from them. Violations are refused here, before submission.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..base.errors import ConfigError
 from ..data.rows.order import check_batch_size
@@ -24,17 +23,16 @@ from ..strategy.stack import resolve
 from ..train.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned, without_secrets
 from ..train.launch_section import LaunchConfig
 from ..train.run_file import RunConfig
+from . import Target
 
-Target = Literal["slurm", "kubernetes", "ray", "skypilot"]
-TARGETS: tuple[Target, ...] = get_args(Target)
 RUN_FILE = "run.yaml"
 PORT = 29500
-"""Where the first machine listens; torchrun's own choice."""
+"""torchrun's default; where the first machine listens."""
 _OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _STOP_S = 30
-"""Beside the grace period: for a launcher to end."""
+"""Time for a launcher to end, besides the grace period."""
 _EARLY_S = 60
-"""Slurm signals so much sooner than it is told to, at most (man sbatch)."""
+"""Slurm may signal so much earlier than it is told to (man sbatch)."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,9 @@ class Job:
     """A run file as a job.
 
     Attributes:
-        values: what the run file says, with changes; written beside the job's files.
-        config: the same, validated.
-        launch: its section `launch`.
-        ranks_per_node, gpus_per_node: on each of `launch.nodes` machines.
-        degrees: of the mesh of all ranks.
-        name: of the job.
+        values: of the run file, with changes; `config` is the same, validated.
         directory: of the job's files, absolute.
-        hides_secrets: whether its files have *** in the place of secrets.
+        hides_secrets: whether its files have *** instead of secrets.
     """
 
     values: Mapping[str, Any]
@@ -68,13 +61,12 @@ class Job:
 
     @property
     def threads(self) -> int:
-        """CPU threads of a rank."""
         threads = self.config.threads_per_rank
         return threads if threads != "auto" else self.launch.cpus_per_rank or 1
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of all ranks."""
+        """Environment variables of all ranks."""
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         given: dict[str, str] = resolved(self.launch.env, "launch.env")
         if self.hides_secrets:
@@ -83,7 +75,7 @@ class Job:
 
     @property
     def has_secrets(self) -> bool:
-        """Whether the job's files have values that others should not read."""
+        """Whether the job's files hold values that others should not read."""
         names = self._secret_names(resolved(self.launch.env, "launch.env"))
         return bool(names) or without_secrets(self.values) != dict(self.values)
 
@@ -94,27 +86,27 @@ class Job:
         ]
 
     def shown(self) -> Job:
-        """The job, to be looked at: secrets are not in it."""
+        """Return the job for display, without secrets."""
         launch = self.launch.model_copy(update={"setup": [without_assigned(each) for each in self.launch.setup]})
         return replace(self, values=without_secrets(self.values), launch=launch, hides_secrets=True)
 
     @property
     def kill_after_s(self) -> int:
-        """From the signal to the end of a machine's processes, their launcher's time included."""
+        """Seconds from the signal to the end of a machine's processes, including their launcher."""
         return self.launch.grace_s + _STOP_S
 
     def torchrun(self, run_file: str, *, node_rank: str | None = None, address: str | None = None) -> list[str]:
-        """The command of one machine.
+        """Return the command of one machine.
 
         Args:
-            node_rank, address: text that the machine makes its number, and the first one's name, of; None: torchrun's
-                own variables (PET_*) say it, and how many machines and ranks there are.
+            node_rank, address: text that the machine replaces by its number, and by the first machine's name; None:
+                torchrun's own variables (PET_*) are set.
         """
         command = [self.launch.python, "-m", "torch.distributed.run"]
         if node_rank is not None and address is not None:
             command += [f"--nnodes={self.launch.nodes}", f"--nproc-per-node={self.ranks_per_node}"]
             command += [f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={PORT}"]
-        # Else it kills ranks that are saving.
+        # By default it kills ranks that are saving.
         command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
         command += [f"--shutdown-timeout={self.launch.grace_s}"]
         return [*command, "-m", "meshwright", "train", run_file]
@@ -124,12 +116,11 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
     """Check that a run can be a job; see [Note: what a job needs].
 
     Args:
-        values: what the run file says.
-        config: the same, validated.
+        values: of the run file; `config` is the same, validated.
         directory: of the job's files; None: launch/NAME.
 
     Raises:
-        MeshwrightError: whatever is wrong with it, as `meshwright train` would say it.
+        MeshwrightError: as `meshwright train` does.
     """
     launch = config.launch or LaunchConfig()
     gpus, ranks = _on_each_node(config, launch)
@@ -151,7 +142,7 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
         )
     _check_storage(config, launch, to)
     directory = directory and directory.absolute()
-    # The environment is to have what is taken from it.
+    # Raises where a variable that is taken from the environment is not set.
     resolved(launch.env, "launch.env")
     _check_text({"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()})
     if to == "skypilot":
@@ -159,7 +150,7 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
     name = launch.name or _name(config.output_dir)
     where = directory or Path("launch") / name
     return Job(
-        # Without what only this reads; a single rank is no launcher's, and would start as many as there seem to be.
+        # A single rank has no launcher, and would start as many ranks as there are devices.
         values={key: value for key, value in values.items() if key != "launch"}
         | ({"nproc": 1} if launch.nodes * ranks == 1 else {}),
         config=config,
@@ -173,7 +164,7 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
 
 
 def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
-    """GPUs and ranks of a machine."""
+    """Return the GPUs and the ranks of a machine."""
     ranks = launch.ranks_per_node or launch.gpus_per_node or (config.nproc if config.nproc != "auto" else None)
     if ranks is None:
         raise ConfigError(
@@ -195,7 +186,7 @@ def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
 
 
 def _check_goes_on(config: RunConfig, to: Target) -> None:
-    """A job that is begun anew must go on."""
+    """Refuse a job that would not resume after a restart."""
     saving = config.checkpoint
     if not saving.saves:
         raise ConfigError(
@@ -223,11 +214,11 @@ def _check_goes_on(config: RunConfig, to: Target) -> None:
 
 
 def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
-    """What the job leaves must be where each of its machines finds it."""
+    """Refuse an output directory that not all machines share."""
     path = PurePosixPath(config.output_dir)
     shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
     why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
-    # Ray runs a job in a copy of the working directory, which it removes.
+    # Ray runs a job in a temporary copy of the working directory.
     if (shared or to == "ray") and not path.is_absolute():
         raise ConfigError(
             f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
@@ -253,12 +244,12 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
 
 
 def is_of_one_machine(path: str) -> bool:
-    """Whether a directory is surely on one machine alone."""
+    """Return whether a directory is certainly local to one machine."""
     return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
 
 
 def _check_text(values: Mapping[str, Any]) -> None:
-    """Refuse characters that end a line in some file, or that no file can hold."""
+    """Refuse control characters, line separators and surrogates."""
     for where, text in _texts(values):
         if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
             raise ConfigError(
@@ -267,14 +258,14 @@ def _check_text(values: Mapping[str, Any]) -> None:
 
 
 def _check_not_expanded(values: Mapping[str, Any]) -> None:
-    """Refuse variables in what SkyPilot would put the job's own variables into."""
+    """Refuse variables where SkyPilot would expand them."""
     for where, text in _texts(values):
         if "$" in text:
             raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
 
 
 def _texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """All texts in nested values, by their keys; a key is a text, too."""
+    """All texts in nested values, and their keys, with the path of each."""
     if isinstance(values, str):
         yield where, values
     elif isinstance(values, Mapping):
@@ -291,7 +282,7 @@ def _is_below(path: PurePosixPath, place: str) -> bool:
 
 
 def _name(output_dir: str) -> str:
-    """A name that every cluster takes: that of a service of Kubernetes begins with a letter."""
+    """A name that every cluster accepts: that of a Kubernetes service begins with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     return named[:40].strip("-")

@@ -1,11 +1,11 @@
 """Manifests of Kubernetes: a JobSet, a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its training operator.
 
 [Note: one pod for each machine] A pod runs torchrun, which starts the ranks of its machine. Pods find the first one by
-the name that a headless service gives it; where Kubeflow's operators set torchrun's variables, these say it.
+its name in a headless service, or by torchrun's variables, which Kubeflow's operators set.
 
-[Note: beginning anew] Ranks of one world end together, so one pod that fails or is taken away is the end of all, and
-all are begun anew together. Of a JobSet, those that were taken away (condition DisruptionTarget) do not count. A
-TrainJob is begun anew as its runtime says; pods of a PyTorchJob by themselves, and torchrun waits for the others.
+[Note: restarts] If one pod fails or is evicted, all ranks end, and all are restarted together. A JobSet does not count
+evictions (condition DisruptionTarget). A TrainJob restarts as its runtime says; pods of a PyTorchJob restart by
+themselves, and torchrun waits for the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RANKS, _STORAGE, _RUN, _SHARED = "ranks", "storage", "run", "shm"
 
 
 def manifests(job: Job) -> list[dict[str, Any]]:
-    """The run file as a ConfigMap, and the job."""
+    """Return the run file as a ConfigMap, and the job."""
     kind = job.launch.kubernetes.kind
     spec = {"JobSet": _job_set, "TrainJob": _train_job, "PyTorchJob": _pytorch_job}[kind](job)
     version = {
@@ -33,19 +33,15 @@ def manifests(job: Job) -> list[dict[str, Any]]:
     }[kind]
     queue = job.launch.kubernetes.queue
     labels = {} if queue is None else {"labels": {"kueue.x-k8s.io/queue-name": queue}}
-    run = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, _settings(job)), "data": _files(job)}
+    data = {RUN_FILE: as_yaml(dict(job.values))}
     return [
-        run,
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, _settings(job)), "data": data},
         {"apiVersion": version, "kind": kind, "metadata": {**_metadata(job, job.name), **labels}, "spec": spec},
     ]
 
 
 def _settings(job: Job) -> str:
     return f"{job.name}-run"
-
-
-def _files(job: Job) -> dict[str, str]:
-    return {RUN_FILE: as_yaml(dict(job.values))}
 
 
 def _metadata(job: Job, name: str) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def _job_set(job: Job) -> dict[str, Any]:
     container = _container(
         job,
         "ranks",
-        # The first pod of the only job of the group, in the set's headless service.
+        # The name of the first pod in the set's headless service.
         _torchrun(job, node_rank="$(NODE_RANK)", address=f"{job.name}-{_RANKS}-0-0.{job.name}"),
         [{"name": "NODE_RANK", "valueFrom": node_rank}],
     )
@@ -96,7 +92,7 @@ def _job_set(job: Job) -> dict[str, Any]:
 
 def _train_job(job: Job) -> dict[str, Any]:
     launch, kubernetes = job.launch, job.launch.kubernetes
-    # The runtime's own container gets what a trainer cannot say.
+    # Mounts cannot be set in the trainer, so the runtime's own container is patched.
     pod = {**_pod(job), "containers": [{"name": "node", "volumeMounts": _mounts(job)}]}
     patch = {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
     spec: dict[str, Any] = {
@@ -139,14 +135,14 @@ def _pytorch_job(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    """What a pod has beside its container."""
+    """The fields of a pod besides its container."""
     kubernetes = job.launch.kubernetes
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": job.kill_after_s,
         "volumes": [
             {"name": _STORAGE, "persistentVolumeClaim": {"claimName": kubernetes.claim}},
             {"name": _RUN, "configMap": {"name": _settings(job)}},
-            # What NCCL and data workers share; a pod's own is 64 MB.
+            # For NCCL and data workers; a pod's default is 64 MB.
             {"name": _SHARED, "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -169,7 +165,7 @@ def _container(job: Job, name: str, command: list[str], variables: Sequence[dict
 
 
 def _command(job: Job, command: list[str]) -> list[str]:
-    """The command, behind the lines of `launch.setup`; it takes the shell's place, so that signals reach it."""
+    """The command after the lines of `launch.setup`; it replaces the shell, so that signals reach it."""
     if not job.launch.setup:
         return command
     return ["bash", "-c", _plain("\n".join([*job.launch.setup, 'exec "$@"'])), "bash", *command]
@@ -177,12 +173,12 @@ def _command(job: Job, command: list[str]) -> list[str]:
 
 def _torchrun(job: Job, **variables: str) -> list[str]:
     """The command, in which Kubernetes replaces these variables and nothing else."""
-    words = job.torchrun(_run_file(), **variables)
+    words = job.torchrun(f"{_SETTINGS}/{RUN_FILE}", **variables)
     return [_plain(words[0]), *words[1:]]
 
 
 def _plain(text: str) -> str:
-    """Text that Kubernetes leaves as it is: in commands and variables it replaces $(NAME), and $$ by one $."""
+    """Escape text for commands and variables, in which Kubernetes replaces $(NAME), and $$ by one $."""
     return text.replace("$", "$$")
 
 
@@ -207,9 +203,5 @@ def _resources(job: Job) -> dict[str, Any]:
         asked["memory"] = f"{launch.memory_per_node}i"
     if job.gpus_per_node:
         asked[launch.kubernetes.gpu_resource] = str(job.gpus_per_node)
-    # GPUs, and memory, are had as they are asked for.
+    # The limits of GPUs and memory must equal the requests.
     return {"requests": asked, "limits": {name: value for name, value in asked.items() if name != "cpu"}}
-
-
-def _run_file() -> str:
-    return f"{_SETTINGS}/{RUN_FILE}"

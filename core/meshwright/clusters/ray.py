@@ -1,8 +1,7 @@
 """A driver for Ray Train: each of its workers is a rank.
 
-Ray starts workers anew after a failure, on the machines that are there, and the run goes on from its newest checkpoint.
-It runs a rank beside the main thread of a worker, where Python notes no signals: nothing is saved when a machine is
-announced to be taken away.
+Ray restarts workers after a failure on the machines that are left, and the run resumes from its newest checkpoint. It
+runs a rank outside the main thread of a worker, where Python notes no signals: nothing is saved before a preemption.
 """
 
 from __future__ import annotations
@@ -19,21 +18,14 @@ DRIVER = "job.py"
 
 
 def train(values: Mapping[str, Any]) -> None:
-    """Run a run file in a worker of Ray Train, whose process group is that of all ranks. Collective.
-
-    Args:
-        values: what the run file says.
-
-    Raises:
-        MeshwrightError: as `meshwright train` would say it.
-    """
+    """Run the values of a run file in a worker of Ray Train, in the process group of all ranks. Collective."""
     from ..train.run import run_rank
 
     run_rank(None, validated(RunConfig, values, where="the run file"))
 
 
 def driver(job: Job) -> str:
-    """The text of the driver."""
+    """Return the text of the driver."""
     launch = job.launch
     resources = {} if launch.cpus_per_rank is None else {"CPU": launch.cpus_per_rank}
     backend = "cpu:gloo,cuda:nccl" if job.gpus_per_node else "gloo"

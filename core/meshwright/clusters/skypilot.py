@@ -1,7 +1,7 @@
-"""A task of SkyPilot, for `sky jobs launch`, which begins it anew on other machines where some were taken away.
+"""A task of SkyPilot, for `sky jobs launch`, which restarts it on other machines after a preemption.
 
-Machines are taken away without a signal that reaches the ranks, so a run goes on from the last checkpoint that it has
-saved by itself. SkyPilot's variables tell each machine its number, and the first one's address.
+No signal reaches the ranks before a preemption, so a run resumes from its last periodic checkpoint. SkyPilot's
+variables tell each machine its number, and the first one's address.
 Source: SkyPilot's documentation, YAML specification and distributed jobs.
 """
 
@@ -17,7 +17,6 @@ _RUN_FILE = f"~/.meshwright/{RUN_FILE}"
 
 
 def task(job: Job) -> dict[str, Any]:
-    """The task."""
     launch, sky = job.launch, job.launch.skypilot
     resources: dict[str, Any] = {"use_spot": sky.use_spot}
     if sky.accelerators is not None:
@@ -30,7 +29,7 @@ def task(job: Job) -> dict[str, Any]:
         resources["infra"] = sky.infra
     if sky.image is not None:
         resources["image_id"] = sky.image
-    # Else only the loss of machines begins a job anew, and not the failure of a run.
+    # By default a job is restarted only after a preemption, not after a failure of the run.
     resources["job_recovery"] = {"max_restarts_on_errors": launch.max_restarts}
     found: dict[str, Any] = {"name": job.name, "resources": resources, "num_nodes": launch.nodes}
     if sky.workdir is not None:
@@ -43,7 +42,7 @@ def task(job: Job) -> dict[str, Any]:
 
 def _script(job: Job) -> str:
     command = job.torchrun("RUN", node_rank="RANK", address="FIRST")
-    # Text that the machine's shell is to replace, and nothing else is left to it.
+    # The machine's shell replaces these words, and nothing else.
     shell = {"RUN": f'"$HOME/{_RUN_FILE[2:]}"', "--node-rank=RANK": '--node-rank="$SKYPILOT_NODE_RANK"'}
     shell["--master-addr=FIRST"] = '--master-addr="$first"'
     words = " ".join(shell.get(word, shlex.quote(word)) for word in command)

@@ -1,15 +1,14 @@
 """A batch script of Slurm.
 
 [Note: tasks are ranks] srun starts each rank as a task, and `meshwright train` joins by Slurm's variables. torchrun in
-one task for each machine would stand between: it kills ranks some time after a signal, and leaves with a code of its
-own. GPUs are asked for by machine, not by task, so that ranks can copy to each other's.
+one task of each machine would kill ranks some time after a signal, and exit with a code of its own. GPUs are requested
+per machine, not per task, so that ranks can copy between them.
 
-[Note: queueing again] Slurm queues a job again that it has pre-empted (--requeue) if it ends at the signal's grace
-period, but not one that has ended by then, nor one whose time is up. So the script does it, when the ranks have left
-with the code of a run that was stopped. srun leaves with the highest of the codes of the ranks, and when one has failed
-it ends the others by SIGTERM: one that dies of that leaves with 143, as one that was stopped. So ranks begin with
-SIGTERM ignored, until they save on it. The script itself gets no signal (`--signal` goes to steps); it does get one
-from scancel, and a job that was cancelled is not queued again.
+[Note: requeueing] Slurm requeues a preempted job (--requeue) that still runs at the end of the grace period, but not
+one that has ended by then, nor one whose time is up. So the script requeues it when the ranks exit with the code of a
+stopped run. srun exits with the highest code of the ranks, and when one has failed it ends the others by SIGTERM; a
+rank that dies of it would exit with 143, as a stopped one. So ranks begin with SIGTERM ignored, until they save on it.
+The script itself gets no signal (`--signal` goes to steps), except from scancel: a cancelled job is not requeued.
 Source: man sbatch, man scontrol, slurm.conf (GraceTime, KillWait).
 """
 
@@ -25,12 +24,12 @@ SCRIPT = "job.sbatch"
 
 
 def batch_script(job: Job) -> str:
-    """The text of the script."""
+    """Return the text of the script."""
     options = "\n".join(f"#SBATCH {option}" for option in _options(job))
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
     command = [job.launch.python, "-m", "meshwright", "train", str(job.directory / RUN_FILE)]
     setup = "".join(f"{line}\n" for line in job.launch.setup)
-    # Of what the job has, newer versions give a step no CPUs unless it asks itself.
+    # Newer versions give a step none of the job's CPUs unless it asks itself.
     cpus = [] if job.launch.cpus_per_rank is None else [f"--cpus-per-task={job.launch.cpus_per_rank}"]
     srun = shlex.join(["srun", "--kill-on-bad-exit=1", *cpus])
     stopped = job.config.checkpoint.stops_on.exit_code
@@ -52,7 +51,7 @@ exit "$code"
 def _options(job: Job) -> Iterator[str]:
     launch, slurm = job.launch, job.launch.slurm
     yield f"--job-name={shlex.quote(job.name)}"
-    # What the run file says of relative paths, it says of where it was made a job.
+    # Relative paths of the run file are relative to the current directory.
     yield f"--chdir={shlex.quote(os.getcwd())}"
     yield f"--nodes={launch.nodes}"
     yield f"--ntasks-per-node={job.ranks_per_node}"
@@ -71,6 +70,6 @@ def _options(job: Job) -> Iterator[str]:
     yield f"--signal=TERM@{launch.grace_s}"
     yield "--requeue"
     yield "--open-mode=append"
-    # sbatch replaces what is behind a %, unless there are two.
+    # sbatch replaces patterns with a %; %% is one.
     yield f"--output={shlex.quote(str(job.directory).replace('%', '%%') + '/%x-%j.log')}"
     yield from slurm.options

@@ -1,1 +1,1 @@
-"""What helps a newcomer: a first run file, a look at the machine, and a run told in words before it begins."""
+"""Help for newcomers: a first run file, a check of the machine, and an explanation of a run before it begins."""

@@ -1,4 +1,4 @@
-"""What a launcher says of a process that it has started."""
+"""What a launcher's variables say of a process that it has started."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from ..base.errors import MeshError
 
 DEFAULT_PORT = 29_500
-"""torchrun's; for launchers that name nothing that is one for all ranks of a world, and another for the next."""
+"""torchrun's; for launchers that name nothing that all ranks of a world share and other worlds do not have."""
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
-"""Below the ports that systems give out by themselves."""
+"""Below the ephemeral ports of operating systems."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One launcher's word on this process.
+    """One launcher's statement about this process.
 
     Attributes:
         launcher: its name.
-        said: by what it says so, such as "PMI_RANK=1 and PMI_SIZE=4".
-        unset: the variables without which it would say nothing; empty where it is no variables that say it.
-        local_rank, local_size: of the ranks on this node; None where it does not say.
-        address, port: of the rendezvous store that rank 0 hosts. They raise MeshError where the launcher does not know.
-        is_within: whether the ranks are started inside of the other launcher's processes, which contradicts nothing.
+        said: the variables that state it, such as "PMI_RANK=1 and PMI_SIZE=4".
+        unset: the variables without which it would state nothing; empty if it uses no variables.
+        local_rank, local_size: among the ranks of this node; None: not stated.
+        address, port: of the rendezvous store that rank 0 hosts. They raise MeshError if the launcher does not know.
+        is_within: whether the ranks are started inside the processes of another launcher, which is no contradiction.
     """
 
     launcher: str
@@ -47,10 +47,10 @@ class Launcher:
     """One way to start ranks.
 
     Attributes:
-        name: as errors and docs/launchers.md have it.
+        name: in errors and docs/launchers.md.
         reads: the variables that `ask` looks at.
-        ask: what it says of a process with this environment; None where it has started none, or a single one. Raises
-            MeshError where it has started several, but does not say enough.
+        ask: returns what it states of a process with this environment; None if it has started none, or a single one.
+            Raises MeshError if it has started several, but does not state enough.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Launcher:
 
 
 def said(environment: Mapping[str, str], *names: str) -> str:
-    """ "A=1 and B=2", of those that are set."""
+    """Return "A=1 and B=2" of the variables that are set."""
     return " and ".join(f"{name}={environment[name]}" for name in names if name in environment)
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable that counts something, from 0; `default` where it is not set."""
+    """Return a variable that is a count, or `default` if it is not set; raise MeshError if it is no count."""
     if default is not None and name not in environment:
         return default
     value = environment[name].strip()
@@ -74,7 +74,7 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
 
 
 def require(environment: Mapping[str, str], names: tuple[str, ...], what: str, remedy: str) -> None:
-    """Refuse a world of several processes of which the launcher does not say everything."""
+    """Raise MeshError if the launcher of several processes has not set all of these variables."""
     missing = [name for name in names if name not in environment]
     if missing:
         is_or_are = "is" if len(missing) == 1 else "are"
@@ -85,5 +85,5 @@ def require(environment: Mapping[str, str], names: tuple[str, ...], what: str, r
 
 
 def spread(number: int) -> int:
-    """A port that other worlds on the same node are unlikely to use, from what is one for all ranks of this one."""
+    """Return a port that other worlds on the node are unlikely to use, from a number that is the same on all ranks."""
     return _FIRST_PORT + number % _PORTS

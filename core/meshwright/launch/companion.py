@@ -1,12 +1,10 @@
-"""A process beside a rank, which ends it once it is stopped: `python -m meshwright.launch.companion PID SECONDS`.
+"""A process beside a rank that kills it once it is stopped: `python -m meshwright.launch.companion PID SECONDS`.
 
 [Note: a rank that is stopped] It cannot end itself, and its peers may all be on other machines. torchrun's agent and
-srun send SIGTERM, which it does not get, and wait for long. So a rank that another launcher than `local` has started
-tells a companion, time and again, for how long it may be silent from then on; if it is silent for longer, the companion
-sends SIGKILL. What stops all processes of a job, as a scheduler does that suspends it, or Ctrl-Z, stops the
-companion too, and it does not count that. It ends with the rank.
-
-This module imports no torch.
+srun send SIGTERM, which a stopped process does not get, and wait for long. So a rank that another launcher than `local`
+has started tells a companion, again and again, for how long it may be silent from then on; after longer silence the
+companion sends SIGKILL. What stops all processes of a job, such as a scheduler's suspend or Ctrl-Z, stops the companion
+too, which does not count that time. It ends with the rank.
 """
 
 from __future__ import annotations
@@ -23,24 +21,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..base.processes import Handle
+from ..base.safe_path import PYTHON
 from ..files.terminal import warn
-from .process_identity import Handle
-from .safe_path import PYTHON
 
 LEAST_INTERVAL_S = 1.0
 """A word takes a quarter of a millisecond of a CPU, on both sides."""
 _WORD = struct.Struct("d")
 _MOST_WORDS = 512
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""What a rank may live through for a while."""
+"""Signals that a rank may survive for a while."""
 
 
 class Companion(threading.Thread):
-    """This rank's; see [Note: a rank that is stopped]. A context manager. After an error in the context it goes on.
+    """The companion of this rank, as a context manager; see [Note: a rank that is stopped].
+
+    After an error in the context it stays.
 
     Args:
-        patience_s: for how long this rank may be silent from now on; longer by an interval, since the last word that
-            came may be as old.
+        patience_s: returns for how long this rank may be silent from now on. The companion waits an interval longer,
+            since the last word that came may be as old.
         interval_s: between two words, at least `LEAST_INTERVAL_S`.
     """
 
@@ -76,23 +76,22 @@ class Companion(threading.Thread):
             self.tell()
 
     def tell(self) -> None:
-        """A word, from any thread."""
+        """Send a word, from any thread."""
         if self._process is not None and self._process.stdin is not None:
-            # Who does not read is stopped itself, or gone.
+            # A companion that does not read is stopped itself, or has ended.
             with suppress(OSError):
                 os.write(self._process.stdin.fileno(), _WORD.pack(self._patience_s() + self._interval_s))
 
 
 def watch(rank: int, words: int, interval_s: float) -> None:
-    """End the process `rank`, the parent of this one, once it has been silent for longer than its last word allows;
-    return when it has gone.
+    """Kill the process `rank`, the parent of this one, after too long a silence; return when it has ended.
 
     Args:
-        words: where they are read, each a number of seconds.
-        interval_s: between two.
+        words: file descriptor to read words from, each a number of seconds.
+        interval_s: between two words.
     """
     patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
-    # Opened while it is the parent, it is no other process with its number.
+    # Opened while it is the parent, it cannot be another process with the same pid.
     process = Handle(rank)
     while os.getppid() == rank:
         has_come = select.select([words], [], [], interval_s)[0]
@@ -109,11 +108,7 @@ def watch(rank: int, words: int, interval_s: float) -> None:
             return
 
 
-def main() -> None:
+if __name__ == "__main__":
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     watch(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

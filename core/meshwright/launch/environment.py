@@ -1,4 +1,4 @@
-"""What the environment of this process says: the world of which it is a rank, and who has started it. No torch here."""
+"""What the environment says of this process: its rank, its world, and who has started it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import os
 from typing import Literal, TypeAlias
 
 Host: TypeAlias = Literal["first rank", "launcher"]
-"""Whose process hosts the rendezvous store."""
+"""The process that hosts the rendezvous store."""
 
 
 def started_by_launcher() -> bool:
-    """Say whether this process is a rank that torchrun, or `meshwright.launch.local.launch`, started."""
+    """Return whether this process is a rank of a launched world, also of `meshwright.launch.local.launch`."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def started_elsewhere() -> bool:
-    """Say whether this process is a rank that torchrun or another launcher started."""
+    """Return whether this process is a rank that torchrun or another launcher started, not `local.launch`."""
     return started_by_launcher() and multiprocessing.parent_process() is None
 
 
 def started_by_torchrun() -> bool:
-    """Say whether this process is a rank that an agent of torchrun started, which may begin it anew."""
+    """Return whether torchrun's agent started this rank, and so may restart it."""
     return "TORCHELASTIC_RUN_ID" in os.environ and started_elsewhere()
 
 
 def rank() -> str:
-    """Of this process in its world, as the environment has it, which may be no number; "0" outside of one."""
+    """Return RANK as it is, which may be no number; "0" outside of a world."""
     return os.environ.get("RANK", "0")
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 outside of a world."""
+    """Return the number of ranks; 1 outside of a world."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def on_one_machine() -> bool:
-    """Whether all ranks of this process's world are on its machine."""
+    """Return whether all ranks of this process's world are on its machine."""
     size = os.environ.get("WORLD_SIZE", "1")
     return not started_by_launcher() or size == "1" or os.environ.get("LOCAL_WORLD_SIZE") == size
 
 
 def host_of_store() -> Host | None:
-    """Who hosts the store; None: this process, or a launcher of this machine."""
+    """Return who hosts the store; None: this process, or a launcher of this machine."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "first rank" if rank() != "0" else None
     return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None

@@ -1,79 +1,89 @@
-"""Who hangs, judged by the signs of all ranks, and what is said of it.
+"""Find the rank that hangs from the signs of life of all ranks.
 
-[Note: who hangs] The ranks that are at the earliest position of all (see [Note: positions] in `progress`) hold up the
-others. If they all have stood still for too long, somebody hangs. Of these ranks, the ones that do not wait for others
-are named; where that leaves several, those that have begun fewer collectives of a group than others of it, by torch's
-flight recorder: with NCCL the host waits for the device, and not in torch.distributed. Then those with fewer
-microbatches done.
+[Note: who hangs] The ranks at the earliest position (see [Note: positions] in `mesh.progress`) hold up the others. If
+they all have stood still for too long, there is a hang. The culprits are those of them that do not wait for others; if
+several are left, those that have started fewer collectives of a group than other ranks of it, by torch's flight
+recorder (with NCCL the host waits for the device, and not in torch.distributed); then those with fewer microbatches
+done.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from .signs import DONE, Sign, read_signs
+from ..mesh.progress import Counts, Sign
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-Counts = Mapping[str, tuple[int, int, int]]
-"""By process group: how many collectives a rank has enqueued, has seen begin, and has seen end."""
-
-
-@dataclass(frozen=True)
-class Hang:
-    """What has been found.
-
-    Attributes:
-        ranks: that hang; who else is at their place, too.
-        is_silent: whether they give no sign of life; else they stand still.
-        since: when they were last seen to live, or to move [s since 1970].
-        signs: the last ones of all ranks.
-        text: what to say.
-        is_alone: whether the store gives no answer, by which ranks agree on who says it.
-    """
-
-    ranks: tuple[int, ...]
-    is_silent: bool
-    since: float
-    signs: Mapping[int, Sign]
-    text: str
-    is_alone: bool = False
-
-
-class Witness(Protocol):
-    """Writes down on each rank what there is to know of a hang."""
-
-    where: str
-    """Where it writes, for people."""
-
-    def leave(self, sign: Sign) -> Counts:
-        """Write down this process's stacks and its last collectives, and return how far these have come."""
-
-    def tell(self, hang: Hang) -> None:
-        """On one rank that lives: write down what has been found."""
+DONE = -1
+"""The count of a rank whose main function has returned."""
+MOST_FRAMES = 40
+"""Frames of the main thread's stack in a sign."""
+_WAITING = frozenset({"wait", "_pass"})
+"""Functions of this project in which a rank waits for others."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has to say once somebody hangs."""
+    """What a rank reports once there is a hang."""
 
     sign: Sign
     counts: Counts = field(default_factory=dict)
 
 
+def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) -> dict[int, Sign]:
+    """Return the last sign of each rank that has given one; of the `known` ranks this is not asked first."""
+    keys = {rank: str(rank) for rank in ranks if rank in known or store.check([str(rank)])}
+    values = store.multi_get(list(keys.values())) if keys else []
+    return {rank: Sign.read(value) for rank, value in zip(keys, values, strict=True)}
+
+
+def main_thread() -> tuple[bool, str, tuple[str, ...]]:
+    """Return whether the main thread waits for other ranks, where it is outside of torch, and its stack."""
+    ident = threading.main_thread().ident
+    innermost = sys._current_frames().get(ident) if ident is not None else None
+    frames = list(_outwards(innermost))
+    waits, place = False, "(not known)"
+    for frame in frames:
+        parts = frame.f_code.co_filename.split(os.sep)
+        is_torch = "torch" in parts
+        waits = waits or (is_torch and "distributed" in parts[parts.index("torch") :])
+        is_waiting = frame.f_code.co_name in _WAITING and any(part.startswith("meshwright") for part in parts[:-1])
+        waits = waits or is_waiting
+        if not is_torch and frame.f_code.co_filename != threading.__file__:
+            place = _described(frame)
+            break
+    return waits, place, tuple(map(_described, frames[:MOST_FRAMES]))
+
+
+def _described(frame: FrameType) -> str:
+    where = "/".join(frame.f_code.co_filename.split(os.sep)[-3:])
+    return f"{where}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def standing(signs: Mapping[int, Sign], limit_s: float) -> list[int]:
-    """The ranks at the earliest position, if they have all stood still for longer; see [Note: who hangs]."""
+    """Return the ranks at the earliest position, if they all have stood still for longer; see [Note: who hangs]."""
     last = _last(signs)
     too_long = all(sign.still_s > limit_s and sign.at.settled and not sign.at.patient for sign in last.values())
     return list(last) if last and too_long else []
 
 
 def culprits(reports: Mapping[int, Report]) -> list[int]:
-    """The ranks to be named; see [Note: who hangs]."""
+    """Return the ranks to name; see [Note: who hangs]."""
     found = list(_last({rank: report.sign for rank, report in reports.items()}))
     found = [rank for rank in found if not reports[rank].sign.waits] or found
     found = [rank for rank in found if _is_behind(rank, reports)] or found
@@ -94,26 +104,23 @@ def _is_behind(rank: int, reports: Mapping[int, Report]) -> bool:
 
 
 def tell_standing(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
-    """What to say of ranks that live and do not move."""
+    """Return the message about ranks that live and do not move."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
-    each = "; ".join(f"rank {rank} ({signs[rank].process}) is at {signs[rank].place}" for rank in ranks)
     sign = signs[ranks[0]]
     return (
-        f"{which} hangs: no progress for {sign.still_s:.1f} s in step {sign.at.step}, phase {sign.at.phase}: {each}. "
-        f"If a phase may take so long, raise watchdog_s."
+        f"{which} hangs: no progress for {sign.still_s:.1f} s in step {sign.at.step}, phase {sign.at.phase}: "
+        f"{_places(ranks, signs)}. If a phase may take so long, raise watchdog_s."
     )
 
 
 def tell_silent(ranks: Sequence[int], signs: Mapping[int, Sign], how_long: str, option: str = "timeout_s") -> str:
-    """What to say of ranks that give no sign of life.
-
-    Args:
-        option: of the run file, that says how long they may be silent.
-    """
+    """Return the message about ranks that give no sign of life; `option` of the run file sets how long they may."""
     rank, others = ranks[0], ", ".join(map(str, ranks[1:]))
     sign = signs.get(rank)
-    who = f"rank {rank}" + (f" ({sign.process})" if sign else "")
-    where = f" It was last at {sign.place}{_position(sign)}." if sign else ""
+    who, where = f"rank {rank}", ""
+    if sign is not None:
+        step = f", in step {sign.at.step}, phase {sign.at.phase}" if sign.at.step else ""
+        who, where = f"{who} ({sign.process})", f" It was last at {sign.place}{step}."
     more = f" So do the ranks {others}." if others else ""
     return (
         f"{who} hangs: no sign of life for {how_long}.{where}{more} Its process is stopped or starved, or its machine "
@@ -122,7 +129,7 @@ def tell_silent(ranks: Sequence[int], signs: Mapping[int, Sign], how_long: str, 
 
 
 def tell_cut_off(rank: int, sign: Sign, how_long: str, option: str) -> str:
-    """What a rank says that gets no answer from a launcher's store; arguments as of `tell_silent`."""
+    """Return the message of a rank that gets no answer from a launcher's store; arguments as of `tell_silent`."""
     return (
         f"rank {rank} ({sign.process}) gets no answer from the rendezvous store for {how_long}: its machine is cut "
         f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will go on "
@@ -130,20 +137,20 @@ def tell_cut_off(rank: int, sign: Sign, how_long: str, option: str) -> str:
     )
 
 
-def _position(sign: Sign) -> str:
-    return f", in step {sign.at.step}, phase {sign.at.phase}" if sign.at.step else ""
+def _places(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
+    return "; ".join(f"rank {rank} ({signs[rank].process}) is at {signs[rank].place}" for rank in ranks)
 
 
 def who_hangs(store: Store, me: int, size: int, gave_up: Callable[[], Collection[int]]) -> str | None:
-    """Name the rank that others wait for in vain, once a collective of this rank has given up.
+    """Name the rank that others wait for in vain, after a collective of this rank has timed out.
 
     Args:
         store: as of `Pulse`.
         me: this rank.
-        gave_up: the ranks whose collectives have given up, too.
+        gave_up: returns the ranks whose collectives have timed out, too.
 
     Returns:
-        What to say; None if no rank stands out.
+        The message; None if no rank stands out.
     """
     others = [rank for rank in range(size) if rank != me]
     before = read_signs(store, others)
@@ -158,8 +165,7 @@ def who_hangs(store: Store, me: int, size: int, gave_up: Callable[[], Collection
     busy = [rank for rank in after if rank not in waiting and not after[rank].waits and after[rank].count != DONE]
     if not busy:
         return None
-    places = "; ".join(f"rank {rank} ({after[rank].process}) is at {after[rank].place}" for rank in busy)
     return (
         f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {me} waits: "
-        f"{places}. If that may take so long, raise timeout_s."
+        f"{_places(busy, after)}. If that may take so long, raise timeout_s."
     )

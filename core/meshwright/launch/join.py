@@ -1,17 +1,17 @@
-"""Join the processes that something else has started: torchrun's variables, made from those of other launchers.
+"""Join the processes that a launcher has started: set torchrun's variables from those of other launchers.
 
-[Note: who counts] From the inside out: a process group that exists; torchrun's RANK and WORLD_SIZE; then `LAUNCHERS` in
-their order. The first that has a word to say of this process counts. What the others say must be the same rank of as
-many, or they must have started what in turn started the ranks:
+[Note: who counts] From the inside out: a process group that exists; torchrun's RANK and WORLD_SIZE; then `launchers()`
+in their order. The first that states a rank for this process counts. The others must state the same rank and size, or
+must have started what in turn started the ranks:
 
 - torchrun's own agent (TORCHELASTIC_RUN_ID is set) may run in the tasks, processes or pods of any other launcher;
 - so may Ray;
 - RANK, WORLD_SIZE and LOCAL_WORLD_SIZE set by other means may be of ranks that each of the other's processes starts:
   WORLD_SIZE is LOCAL_WORLD_SIZE times their number;
-- mpirun may have been told by Slurm where to run: a Slurm step of a single task on each node is its daemons.
+- Slurm may have told mpirun where to run: a Slurm step of a single task on each node is its daemons.
 
-Everything else is two worlds in one process, and refused before any rank waits for another. A rank sees its own
-variables alone, so what is wrong on some ranks is said by these.
+Everything else is two worlds in one process, and refused before any rank waits for another. A rank sees only its own
+variables, so an error may be raised on some ranks alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping
 
 from ..base.errors import MeshError
+from ..strategy.registry import get_registry
 from .claim import Claim, Launcher, number, said
 from .mpi import MPICH, OPEN_MPI, PMIX
 from .pods import PODS, refuse_index_of_node
@@ -28,23 +29,28 @@ from .ray_train import RAY_TRAIN
 from .slurm import SLURM
 
 LAUNCHERS: tuple[Launcher, ...] = (RAY_TRAIN, OPEN_MPI, MPICH, PMIX, SLURM, PODS)
-"""From the inside out; see [Note: who counts]."""
+"""The built-in ones, from the inside out; see [Note: who counts]."""
 
 _BY_HAND = "the environment"
-"""Who it is that has set RANK and WORLD_SIZE, but is not torchrun."""
+"""Name of whoever has set RANK and WORLD_SIZE, if it is not torchrun."""
+
+
+def launchers() -> list[Launcher]:
+    """Return those of plugins, by the hook `register_launchers`, then the built-in ones."""
+    return [*(each for found in get_registry().hook.register_launchers() for each in found), *LAUNCHERS]
 
 
 def join(*, has_store: bool = False) -> None:
-    """In one of several processes that a launcher has started: set torchrun's variables, where they are not set.
+    """In one of several processes that a launcher has started, set torchrun's variables that are not set.
 
     With Ray Train and no torch backend it is collective over the workers.
 
     Args:
-        has_store: the ranks meet in a store of the caller's, so nobody needs to know where rank 0 is.
+        has_store: the caller brings a rendezvous store, so the address of rank 0 is not needed.
 
     Raises:
-        MeshError: several processes were started, but not how they find each other, or two launchers contradict each
-            other; without this each would train by itself, or wait for ranks that do not exist.
+        MeshError: several processes were started, but cannot find each other, or two launchers contradict each other.
+            Without this error each would train by itself, or wait for ranks that do not exist.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -54,7 +60,7 @@ def join(*, has_store: bool = False) -> None:
 
 
 def torchrun_variables(environment: Mapping[str, str], *, has_store: bool = False) -> dict[str, str]:
-    """What `join` sets; nothing in a process that is the only one. See [Note: who counts]."""
+    """Return what `join` sets; nothing in a process that is the only one. See [Note: who counts]."""
     has_rank, has_size = "RANK" in environment, "WORLD_SIZE" in environment
     if has_rank and has_size and "TORCHELASTIC_RUN_ID" in environment:
         return {}
@@ -79,10 +85,10 @@ def torchrun_variables(environment: Mapping[str, str], *, has_store: bool = Fals
 
 
 def local_rank(devices: int) -> int:
-    """Which of the ranks on its node this is, to choose one of `devices` by.
+    """Return the number of this rank on its node, by which one of `devices` is chosen.
 
     Raises:
-        MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set; or is no count.
+        MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set; or it is no count.
     """
     if "LOCAL_RANK" not in os.environ and devices > 1 and number(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
@@ -93,15 +99,15 @@ def local_rank(devices: int) -> int:
 
 
 def _beside_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
-    """What launchers that agree with the process group know besides; those that do not have not made it."""
+    """The variables of launchers that agree with the process group; others have not made it."""
     claims = [each for each in _claims(environment, may_fail=True) if (each.rank, each.size) == (rank, size)]
     return _variables(environment, claims, has_store=True) if claims else {}
 
 
 def _claims(environment: Mapping[str, str], *, may_fail: bool) -> list[Claim]:
-    """What the launchers say. What one leaves out matters only if no other says it."""
+    """The claims of all launchers. An incomplete one is an error only if there is no other."""
     found, errors = [], []
-    for launcher in LAUNCHERS:
+    for launcher in launchers():
         try:
             claim = launcher.ask(environment)
         except MeshError as error:
@@ -114,7 +120,7 @@ def _claims(environment: Mapping[str, str], *, may_fail: bool) -> list[Claim]:
 
 
 def _set_by_hand(environment: Mapping[str, str]) -> Claim:
-    """RANK and WORLD_SIZE, which something other than torchrun's agent has set."""
+    """The claim of RANK and WORLD_SIZE, which something other than torchrun's agent has set."""
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
     if rank >= size:
         raise MeshError(f"RANK={rank}, but WORLD_SIZE={size}: ranks are 0 to {size - 1}.")
@@ -144,14 +150,14 @@ def _set_by_hand(environment: Mapping[str, str]) -> Claim:
 
 
 def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store: bool) -> dict[str, str]:
-    """torchrun's variables where they are not set, from claims to the same rank; see `join`."""
+    """torchrun's variables that are not set, from claims to the same rank; see `join`."""
     found = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].size}
     for claim in claims:
         local = {"LOCAL_RANK": claim.local_rank, "LOCAL_WORLD_SIZE": claim.local_size}
         found = {**{name: value for name, value in local.items() if value is not None}, **found}
     texts = {name: str(value) for name, value in found.items() if name not in environment}
     if not has_store:
-        # RANK and WORLD_SIZE name no address; the launcher that is nearest may, and is the same on all ranks.
+        # RANK and WORLD_SIZE name no address; the nearest launcher may, and is the same on all ranks.
         knows = next((each for each in claims if each.launcher != _BY_HAND), claims[0])
         if "MASTER_ADDR" not in environment:
             texts["MASTER_ADDR"] = knows.address()
@@ -161,7 +167,7 @@ def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store
 
 
 def _contradiction(what: str, who: str, unset: tuple[str, ...], other: Claim) -> MeshError:
-    """Two say what rank this is, and differ: `who` says `what` and would not without the variables `unset`."""
+    """The error of two contradicting statements: `who` states `what`, and would not without the variables `unset`."""
     pairs = ((unset, other.launcher), (other.unset, who))
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(

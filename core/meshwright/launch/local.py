@@ -1,15 +1,14 @@
-"""Start the ranks of one machine and see them through: the parent's side of `meshwright train`.
+"""Start the ranks of one machine and wait for them: the parent's side of `meshwright train`.
 
-torch's elastic agent starts the processes, hosts their rendezvous store and watches them. Around it stand a fork
-server that has imported torch once for all ranks, an exit code, and silence: what went wrong is said by the rank
-that failed (see [Note: one report per failure] in `meshwright.launch.rank`), or here when a signal killed it.
+torch's elastic agent starts the processes, hosts their rendezvous store and watches them. This module adds a fork
+server that has imported torch once for all ranks, an exit code, and silence: the failing rank reports what went wrong
+(see [Note: one report per failure] in `meshwright.launch.rank`), or this module if a signal killed it.
 
-[Note: nobody is left behind] Each way for a rank to outlive the job is closed by one thing: a failed peer, by the
-agent's SIGTERM, and by `_Reaper` for a rank that does not heed it; a signal to the parent, by the agent, which
-passes it on and then kills; an exception in the parent, by `_sweep`; the parent's own
-sudden death, by a thread in each rank that waits for it.
+[Note: nobody is left behind] A rank never outlives the job. After the failure of a peer the agent sends SIGTERM, and
+`_Reaper` kills a rank that does not heed it; after a signal to the parent the agent passes it on and then kills; after
+an exception in the parent `_sweep` kills; after the parent's sudden death a thread in each rank does.
 
-This module imports torch only where it is used, so that the fork server can import it while the parent validates.
+Torch is imported only where it is used, so that the fork server can import it while the parent validates.
 Source: torch.distributed.launcher.api; multiprocessing.forkserver.
 """
 
@@ -26,21 +25,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing import forkserver, resource_tracker
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..base.errors import ConfigError
+from ..base.processes import Handle, end_with_launcher, identity_of, usable_cores
+from ..base.safe_path import protected_children
 from ..files.terminal import say
-from .cores import usable_cores
-from .parent_signals import interrupts_held, left_to_agent, own_signals, passing_on, signal_name
-from .process_identity import Handle, end_with_launcher, identity_of
+from .parent_signals import AGENTS_SIGNALS, interrupts_held, own_signals, passing_on, signal_name
 from .rank import INTERRUPTED, guarded, leave
-from .safe_path import protected_children
 from .store import LOOPBACK, ONE_MACHINE, register_one_machine
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
     from torch.distributed.launcher.api import LaunchConfig
+
+    Roll: TypeAlias = SimpleQueue[tuple[int, tuple[int, str] | None]]
+    """A rank signs with its pid and identity when it starts, and with None when it is done."""
 
 PRELOAD = (
     "meshwright.launch.interruptible",
@@ -51,7 +52,7 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
 )
-"""Modules that the fork server imports once for all ranks; what is missing is left to the ranks to complain about."""
+"""Modules that the fork server imports once for all ranks. If one is missing, the ranks report it."""
 
 MONITOR_INTERVAL_S = 0.1
 
@@ -62,7 +63,7 @@ _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "to
 
 
 def warm_up(preload: Sequence[str] = ()) -> None:
-    """Start the fork server, which imports torch and transformers in the background; returns at once.
+    """Start the fork server, which imports torch and transformers in the background, and return at once.
 
     Ranks are forked from it, so they see this process's environment as it is now. A second call does nothing.
 
@@ -75,11 +76,11 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         with protected_children():
-            # The server would start it otherwise, and that ends with SIGINT let through.
+            # The server would start the tracker otherwise, and that ends with SIGINT let through.
             resource_tracker.ensure_running()
-        # The server inherits the mask; see meshwright.launch.interruptible.
-        with protected_children(), interrupts_held():
-            forkserver.ensure_running()
+            # The server inherits the mask; see meshwright.launch.interruptible.
+            with interrupts_held():
+                forkserver.ensure_running()
     finally:
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
@@ -101,16 +102,14 @@ def launch(
     environment. Stdout and stderr are this process's; stdin is empty.
 
     Args:
-        main: a function at the top level of a module; `main` and `args` are pickled.
-        args: its arguments after the store.
-        nproc: number of ranks, at least 1.
+        main: a function at the top level of a module; it and `args` are pickled.
         show_traceback: show the traceback of a MeshwrightError too.
-        passed_on: names of signals that the ranks take as `StopSignals` does: they are passed on, and the ranks have
-            all the time that they need. A second one ends the job, as any other signal does at once.
+        passed_on: names of signals that the ranks handle as `StopSignals` does: the first is passed on, and the ranks
+            may take all the time that they need. A second one ends the job, as any other signal does at once.
 
     Returns:
         0, the exit code of the rank that failed first (1 when a signal killed it), or 128 plus the number of the
-        signal that ended this process's wait (130 for Ctrl-C). What there is to say has been written to stderr.
+        signal that ended this process's wait (130 for Ctrl-C). Errors have been written to stderr.
     """
     if nproc < 1:
         raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
@@ -131,10 +130,10 @@ def launch(
 
 
 def _await_fork_server() -> None:
-    """Return when the fork server is done importing.
+    """Return when the fork server has finished importing.
 
     Without this the agent would wait for the server with a rank half started, and Ctrl-C would make it forget that
-    rank, which then starts into a world that is gone and says so with a traceback.
+    rank, which would then start into a world that is gone and print a traceback.
     """
     probe = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
     probe.start()
@@ -151,7 +150,7 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    roll: SimpleQueue[tuple[int, tuple[int, str] | None]] = multiprocessing.get_context("forkserver").SimpleQueue()
+    roll: Roll = multiprocessing.get_context("forkserver").SimpleQueue()
     order = _Order(main, args, _threads_per_rank(nproc), show_traceback, roll)
     try:
         with _Reaper(roll) as reaper, passing_on(passed_on, reaper.ranks) as passed:
@@ -159,7 +158,7 @@ def _run_agent(
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0 and passed:
-            # Ranks that were not yet so far as to save anything.
+            # Killed before they could save anything.
             return 128 + passed[0]
         if failure.exitcode > 0:
             return failure.exitcode
@@ -187,7 +186,7 @@ def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
         start_method="forkserver",
-        signals_to_handle=left_to_agent(passed_on),
+        signals_to_handle=",".join(name for name in AGENTS_SIGNALS if name not in passed_on),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no redirection, and no directory left behind
         **options,
     )
@@ -195,18 +194,17 @@ def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
 
 @dataclass(frozen=True)
 class _Order:
-    """All that a rank is told, as one argument: the agent substitutes macros in arguments that are strings."""
+    """All arguments of a rank as one: the agent substitutes macros in arguments that are strings."""
 
     main: Callable[..., object]
     args: tuple[Any, ...]
     threads: int
     show_traceback: bool
-    roll: SimpleQueue[tuple[int, tuple[int, str] | None]]
-    """A rank signs with its pid and identity when it starts, and with None when it is done."""
+    roll: Roll
 
 
 def _run_rank(order: _Order) -> None:
-    """What a rank's process runs."""
+    """Main function of a rank's process."""
     from .interruptible import mind
 
     mind()
@@ -216,7 +214,7 @@ def _run_rank(order: _Order) -> None:
     order.roll.put((rank, (os.getpid(), identity_of(os.getpid()))))
     end_with_launcher()
     torch.set_num_threads(order.threads)
-    os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for what this rank itself starts
+    os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for processes that this rank starts
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         exit_code = guarded(order.main, order.args, show_traceback=order.show_traceback)
@@ -228,13 +226,13 @@ def _run_rank(order: _Order) -> None:
 
 
 class _Reaper(threading.Thread):
-    """Kills the ranks that are still there KILL_DELAY_S after one of them has died before it was done.
+    """Kills the ranks that still live KILL_DELAY_S after one of them has died before it was done.
 
     The agent ends them with SIGTERM and then waits 30 s, which no option shortens; a rank that handles SIGTERM in
     Python cannot while it is blocked in a collective.
     """
 
-    def __init__(self, roll: SimpleQueue[tuple[int, tuple[int, str] | None]]) -> None:
+    def __init__(self, roll: Roll) -> None:
         super().__init__(name="meshwright-reaper", daemon=True)
         self._roll = roll
         self._ranks: dict[int, Handle] = {}
@@ -244,13 +242,13 @@ class _Reaper(threading.Thread):
         self.start()
         return self
 
-    def ranks(self) -> list[Handle]:
-        """Those that have begun, and not ended well."""
-        return list(self._ranks.values())
-
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
         self.join()
+
+    def ranks(self) -> list[Handle]:
+        """Return the ranks that have started, and not ended well."""
+        return list(self._ranks.values())
 
     def run(self) -> None:
         deadline_s = None
@@ -267,11 +265,10 @@ class _Reaper(threading.Thread):
     def _read_roll(self) -> None:
         while not self._roll.empty():
             rank, process = self._roll.get()
-            if process is None:
-                if rank in self._ranks:
-                    self._ranks.pop(rank).close()
-            else:
+            if process is not None:
                 self._ranks[rank] = Handle(*process)
+            elif rank in self._ranks:
+                self._ranks.pop(rank).close()
 
 
 def _threads_per_rank(nproc: int) -> int:
@@ -284,7 +281,7 @@ def _threads_per_rank(nproc: int) -> int:
 
 @contextmanager
 def _sweep() -> Iterator[None]:
-    """Kill what the context has started and left behind; on the main thread, since polling races with the agent's."""
+    """Kill processes that the context leaves behind; on the main thread, since polling races with the agent's."""
     others = set(multiprocessing.active_children())
     try:
         yield
@@ -296,7 +293,7 @@ def _sweep() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what the agent logs about failures off the screen: its ranks have said it, or `launch` will."""
+    """Silence the agent's logs about failures: its ranks have reported them, or `launch` will."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     propagated = [logger.propagate for logger in loggers]
     silence = logging.NullHandler()

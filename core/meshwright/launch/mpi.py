@@ -1,8 +1,8 @@
-"""Ranks that an mpirun started: of Open MPI, or of MPICH and its kin; and processes of PMIx of which no count is known.
+"""Ranks that an mpirun started: Open MPI's, or that of MPICH and its kin; and PMIx processes of unknown number.
 
-[Note: where mpirun runs] Nothing that mpirun tells its processes names the node of rank 0. All of them know the node
-where mpirun itself runs, which is that of rank 0 too unless its hosts were chosen otherwise. So that node is where the
-store is looked for, and if rank 0 finds itself on another, it says what to set; mpirun then ends its peers.
+[Note: where mpirun runs] mpirun tells its processes the node where it runs, but not that of rank 0; they are the same
+unless its hosts were chosen otherwise. So the store is looked for on that node. If rank 0 is on another node, it raises
+an error that says what to set, and mpirun ends its peers.
 
 Read off mpirun of Open MPI 4.1.4 and 5.0.11, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18.
 """
@@ -24,7 +24,7 @@ _OPEN_MPI = (
 )
 _MPICH = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _COUNTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Where one of these is set, PMIx is only how the processes of that launcher talk."""
+"""If one of these is set, PMIx is only how the processes of that launcher communicate."""
 
 _OTHERWISE = (
     "Start the ranks with torchrun, srun or `meshwright train`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
@@ -32,37 +32,22 @@ _OTHERWISE = (
 )
 
 
-def claim_of_open_mpi(environment: Mapping[str, str]) -> Claim | None:
-    """The rank that Open MPI's mpirun says this is."""
-    namespace = environment.get("PMIX_NAMESPACE", "")
-    return _claim(
-        OPEN_MPI.name,
-        environment,
-        _OPEN_MPI,
-        address=lambda: _head(environment),
-        port=lambda: spread(zlib.crc32(namespace.encode())) if namespace else DEFAULT_PORT,
-    )
+def _ask_open_mpi(environment: Mapping[str, str]) -> Claim | None:
+    return _claim(OPEN_MPI.name, environment, _OPEN_MPI, "PMIX_NAMESPACE", lambda: _head(environment))
 
 
-def claim_of_mpich(environment: Mapping[str, str]) -> Claim | None:
-    """The rank that MPICH's mpiexec, or one made from it, says this is."""
-    uuid = environment.get("I_MPI_HYDRA_UUID", "")
-    return _claim(
-        MPICH.name,
-        environment,
-        _MPICH,
-        address=lambda: _unknown("mpiexec does not say where rank 0 is", "mpiexec -genv MASTER_ADDR HOST"),
-        port=lambda: spread(zlib.crc32(uuid.encode())) if uuid else DEFAULT_PORT,
-    )
+def _ask_mpich(environment: Mapping[str, str]) -> Claim | None:
+    def address() -> str:
+        raise _unknown("mpiexec does not say where rank 0 is", "mpiexec -genv MASTER_ADDR HOST")
+
+    return _claim(MPICH.name, environment, _MPICH, "I_MPI_HYDRA_UUID", address)
 
 
-def refuse_pmix(environment: Mapping[str, str]) -> Claim | None:
-    """Raise in one of the processes of a PMIx launcher that gives their number to PMIx's library alone."""
+def _refuse_pmix(environment: Mapping[str, str]) -> None:
+    """Raise in one of several processes whose launcher gives their number to PMIx's library alone."""
     size = environment.get("PMIX_SIZE", "")
-    if size == "1" or any(name in environment for name in _COUNTED):
-        return None
-    if not size and "PMIX_RANK" not in environment:
-        return None
+    if size == "1" or any(name in environment for name in _COUNTED) or not (size or "PMIX_RANK" in environment):
+        return
     raise MeshError(
         f"this is one of {size or 'several'} processes ({said(environment, 'PMIX_SIZE', 'PMIX_RANK')}), but RANK and "
         f"WORLD_SIZE are not set, so each would train by itself. {_OTHERWISE}"
@@ -72,25 +57,21 @@ def refuse_pmix(environment: Mapping[str, str]) -> Claim | None:
 OPEN_MPI = Launcher(
     "Open MPI",
     (*_OPEN_MPI, "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"),
-    claim_of_open_mpi,
+    _ask_open_mpi,
 )
-MPICH = Launcher("MPICH or Intel MPI", (*_MPICH, "I_MPI_HYDRA_UUID"), claim_of_mpich)
-PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_COUNTED), refuse_pmix)
+MPICH = Launcher("MPICH or Intel MPI", (*_MPICH, "I_MPI_HYDRA_UUID"), _ask_mpich)
+PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_COUNTED), _refuse_pmix)
 
 
 def _claim(
-    launcher: str,
-    environment: Mapping[str, str],
-    names: tuple[str, ...],
-    *,
-    address: Callable[[], str],
-    port: Callable[[], int],
+    launcher: str, environment: Mapping[str, str], names: tuple[str, ...], job: str, address: Callable[[], str]
 ) -> Claim | None:
-    """The claim of the variables `names`: of size, rank, local rank and local size."""
+    """The claim of the variables `names`: size, rank, local rank and local size; `job` is the variable of its id."""
     if environment.get(names[0], "") in ("", "1"):
         return None
     require(environment, names, f"one of {environment[names[0]]} processes ({names[0]})", _OTHERWISE)
     size, rank, local_rank, local_size = (number(environment, name) for name in names)
+    world = environment.get(job, "")
     return Claim(
         launcher,
         said(environment, names[1], names[0]),
@@ -100,8 +81,8 @@ def _claim(
         local_rank=local_rank,
         local_size=local_size,
         address=address if local_size < size else lambda: "127.0.0.1",
-        port=port,
-        # In an allocation of Slurm mpirun has srun start its daemons, one on each further node.
+        port=lambda: spread(zlib.crc32(world.encode())) if world else DEFAULT_PORT,
+        # In an allocation of Slurm, mpirun lets srun start its daemons, one on each further node.
         is_within=lambda outer: outer.local_size == 1 and outer.size <= size,
     )
 
@@ -114,16 +95,16 @@ def _head(environment: Mapping[str, str]) -> str:
     found = contact or named
     remedy = "mpirun -x MASTER_ADDR=HOST"
     if found is None:
-        return _unknown("mpirun does not say where it runs", remedy)
+        raise _unknown("mpirun does not say where it runs", remedy)
     # "1237647360.1;tcp4://..." and "prterun-node1-9562@0.1;tcp4://...": the number of this node's daemon, 0 by mpirun.
     daemon = re.match(r"[^;]*\.(\d+);", environment.get("PMIX_SERVER_URI2", ""))
     if number(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":
-        return _unknown(f"rank 0 is not on {found[1]}, where mpirun runs and its peers would look for it", remedy)
+        raise _unknown(f"rank 0 is not on {found[1]}, where mpirun runs and its peers would look for it", remedy)
     return found[1]
 
 
-def _unknown(why: str, remedy: str) -> str:
-    raise MeshError(
+def _unknown(why: str, remedy: str) -> MeshError:
+    return MeshError(
         f"the ranks are on several nodes, and {why}. Tell all of them, with HOST a name or an address of the node of "
         f"rank 0: {remedy}"
     )

@@ -1,7 +1,8 @@
 """Signals to the process that starts the ranks of one machine: which it passes on, and which end the job.
 
-[Note: signals that are waited for] The agent would kill ranks soon after a signal. One that asks them to stop in order
-(see [Note: stopping] in `meshwright.launch.stopping`) is kept from it, and passed on here; the second is the agent's.
+[Note: signals that are waited for] torch's agent would kill ranks soon after a signal. A signal that asks them to stop
+in order (see [Note: stopping] in `meshwright.base.stopping`) is kept from it, and passed on here; the second one
+is the agent's.
 """
 
 from __future__ import annotations
@@ -14,21 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from .process_identity import Handle
-from .stopping import SAME_S, noted_text
+from ..base.processes import Handle
+from ..base.stopping import SAME_S, noted_text
 
-_AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""The agent passes them on, and then kills."""
-
-
-def left_to_agent(passed_on: Sequence[str]) -> str:
-    """The signals that stay the agent's, as it takes them."""
-    return ",".join(name for name in _AGENTS_SIGNALS if name not in passed_on)
+AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals that the agent passes on before it kills."""
+_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @contextmanager
 def passing_on(names: Sequence[str], find_ranks: Callable[[], Sequence[Handle]]) -> Iterator[list[int]]:
-    """Pass on the first of some signals to the ranks; gives the numbers of those that were."""
+    """Pass on the first of some signals to the ranks; yield a list that gets the numbers of those passed on."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     passed: list[int] = []
@@ -67,22 +64,20 @@ def interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Put back the signal handlers, and the variable naming them, that the agent leaves behind."""
-    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    before = os.environ.get(variable)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    """Restore the signal handlers, and the variable naming them, that the agent leaves behind."""
+    before = os.environ.get(_VARIABLE)
+    handlers = {name: signal.getsignal(signal.Signals[name]) for name in AGENTS_SIGNALS}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                if handler is not None:  # None: not installed from Python, and so not known here
-                    signal.signal(number, handler)
+            for name, handler in handlers.items():
+                if handler is not None:  # None: not installed from Python
+                    signal.signal(signal.Signals[name], handler)
         if before is None:
-            os.environ.pop(variable, None)
+            os.environ.pop(_VARIABLE, None)
         else:
-            os.environ[variable] = before
+            os.environ[_VARIABLE] = before
 
 
 def signal_name(number: int) -> str:

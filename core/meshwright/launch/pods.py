@@ -1,9 +1,9 @@
 """Ranks in pods of Kubernetes: of an indexed Job, alone or in a JobSet, and of Kubeflow's TrainJob and PyTorchJob.
 
-[Note: pods] A container has one environment for all that runs in it, so what a manifest or an operator sets makes its
-process a rank, or the pod a node. It is a node where torchrun is told how to start several ranks (PET_*, which are
-torchrun's own arguments); there a process that torchrun has not started is no rank. The index of a pod is given
-(JOB_COMPLETION_INDEX), how many there are is not: the manifest has to say it.
+[Note: pods] A container has one environment for all that runs in it, so the variables of a manifest or an operator make
+its process a rank, or the pod a node. It is a node where torchrun's own arguments (PET_*) ask for several ranks; there
+a process that torchrun has not started is no rank. The index of a pod is given (JOB_COMPLETION_INDEX), the number of
+pods is not: the manifest has to state it.
 
 Source: kubernetes.io/docs, "Indexed Job"; kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go;
 kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go; torch.distributed.run (PET_*).
@@ -20,12 +20,13 @@ _INDEX, _NODES, _NODE, _PER_NODE = "JOB_COMPLETION_INDEX", "PET_NNODES", "PET_NO
 _START = "Start torchrun in the pod, which reads them: `torchrun -m meshwright train run.yaml`, `torchrun script.py`"
 
 
-def claim_of_pod(environment: Mapping[str, str]) -> Claim | None:
-    """The rank that this pod is; see [Note: pods]."""
+def _ask(environment: Mapping[str, str]) -> Claim | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _of_rank_variables(environment)
+        # A container whose process is the only rank of its node.
+        is_pod = _INDEX in environment or environment.get(_NODE) == environment["RANK"]
+        return _claim(environment, "RANK", "WORLD_SIZE") if is_pod else None
     if _NODES in environment:
-        return None if environment[_NODES] in ("1", "1:1") else _of_torchruns_arguments(environment)
+        return None if environment[_NODES] in ("1", "1:1") else _claim_of_node(environment)
     if _INDEX not in environment or environment.get("WORLD_SIZE") == "1":
         return None
     index = number(environment, _INDEX)
@@ -41,24 +42,14 @@ def claim_of_pod(environment: Mapping[str, str]) -> Claim | None:
         raise MeshError(
             f"{_INDEX}={index}, but WORLD_SIZE={size}: pods are 0 to {size - 1}. Set WORLD_SIZE to spec.completions."
         )
-    return _claim(environment, index, size, (_INDEX, "WORLD_SIZE"), "MASTER_ADDR", "MASTER_PORT")
+    return _claim(environment, _INDEX, "WORLD_SIZE")
 
 
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 PODS = Launcher(
     "Kubernetes",
-    (
-        _INDEX,
-        _NODES,
-        _NODE,
-        _PER_NODE,
-        "PET_MASTER_ADDR",
-        "PET_MASTER_PORT",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
-    claim_of_pod,
+    (_INDEX, _NODES, _NODE, _PER_NODE, "PET_MASTER_ADDR", "PET_MASTER_PORT", "RANK", "WORLD_SIZE", *_MASTER),
+    _ask,
 )
 
 
@@ -82,29 +73,22 @@ def refuse_index_of_node(environment: Mapping[str, str]) -> None:
         )
 
 
-def _of_rank_variables(environment: Mapping[str, str]) -> Claim | None:
-    """RANK and WORLD_SIZE of a container: its process is the only rank of its node."""
-    if _INDEX not in environment and environment.get(_NODE) != environment["RANK"]:
-        return None
-    rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
-    return _claim(environment, rank, size, ("RANK", "WORLD_SIZE"), "MASTER_ADDR", "MASTER_PORT")
-
-
-def _of_torchruns_arguments(environment: Mapping[str, str]) -> Claim:
-    nodes, per_node = environment[_NODES], environment.get(_PER_NODE, "1")
-    if per_node != "1" or not nodes.isdecimal():
+def _claim_of_node(environment: Mapping[str, str]) -> Claim:
+    nodes = environment[_NODES]
+    if environment.get(_PER_NODE, "1") != "1" or not nodes.isdecimal():
         raise MeshError(
             f"{said(environment, _NODES, _PER_NODE)} make this a node of several, on which torchrun is to start the "
             f"ranks, but torchrun has not started this process. {_START}."
         )
     require(environment, (_NODE,), f"one of {nodes} nodes ({_NODES})", _START + ", or set it.")
-    rank, size = number(environment, _NODE), number(environment, _NODES)
-    return _claim(environment, rank, size, (_NODE, _NODES), "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    return _claim(environment, _NODE, _NODES, "PET_")
 
 
-def _claim(
-    environment: Mapping[str, str], rank: int, size: int, names: tuple[str, str], address: str, port: str
-) -> Claim:
+def _claim(environment: Mapping[str, str], rank_name: str, size_name: str, prefix: str = "") -> Claim:
+    """The claim of two variables; `prefix` is that of MASTER_ADDR and MASTER_PORT."""
+    rank, size = number(environment, rank_name), number(environment, size_name)
+    address, port = (f"{prefix}{name}" for name in _MASTER)
+
     def find_address() -> str:
         require(
             environment, (address,), f"pod {rank} of {size}", f"Set {address} to the name of pod 0 in the manifest."
@@ -113,8 +97,8 @@ def _claim(
 
     return Claim(
         PODS.name,
-        said(environment, *names),
-        names,
+        said(environment, rank_name, size_name),
+        (rank_name, size_name),
         rank=rank,
         size=size,
         local_rank=0,

@@ -1,23 +1,21 @@
-"""Signs of life: which rank hangs, told by those that do not.
+"""Signs of life, by which ranks that live find the rank that hangs.
 
-[Note: signs of life] A rank that hangs cannot say so, and each of its peers knows only that it waits itself. So each
+[Note: signs of life] A rank that hangs cannot say so, and each of its peers only knows that it waits itself. So each
 rank of a run has a thread that keeps a sign in the rendezvous store: a count, and where the main thread is. The first
 rank reads all signs, the others read the first one's. Three things can be seen:
 - A count stands still: the process is stopped, or its machine is cut off. After nine tenths of the run's `watchdog_s`,
-  or of `timeout_s`, so before those that wait for it give up, a reader ends the run and names that rank.
-- With a watchdog: all counts go on, and the run does not. After as long, who holds up the others is named; see
-  [Note: who hangs] in `hang`.
-- A collective gives up though all counts go on: a rank hangs that is not waiting, and the place in its code is known.
+  or of `timeout_s`, so before those that wait for it time out, a reader ends the run and names that rank.
+- With a watchdog: all counts increase, but the run does not advance. After the same time, the rank that holds up the
+  others is named; see [Note: who hangs] in `hang`.
+- A collective times out though all counts increase: a rank hangs that is not waiting, and its place is known.
 
-[Note: an alarm] Who finds one of the first two leaves a word in the store, which all ranks look for with each sign.
-Each then writes down what it knows, and reports; from the same reports all judge alike, and say the same.
+[Note: an alarm] The finder of one of the first two sets a key in the store, which all ranks look for with each sign.
+Each then writes down what it knows and reports; from the same reports all reach the same verdict.
 
-[Note: a store that is silent] Where no launcher hosts the store, the first rank does, and if that is stopped, whoever
-asks waits for ever; so does whoever is cut off from the machine of the launcher that hosts it. There a rank has a
-second thread, which asks nobody, and sees whether the first one still gets its answers. If the first rank hosts the
-store, that is the one that hangs. Else the rank ends by itself: those on the other side name it, and cannot end it.
-
-This module imports no torch; see `meshwright.launch.rank`, which uses it.
+[Note: a store that is silent] If the first rank hosts the store and is stopped, whoever asks the store waits for ever;
+so does a rank that is cut off from the machine of the launcher that hosts it. There a rank has a second thread, which
+never asks the store, and checks that the first one still gets answers. If the first rank hosts the store, that rank
+hangs. Otherwise this rank ends by itself: those on the other side name it, and cannot end it.
 """
 
 from __future__ import annotations
@@ -33,33 +31,30 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..mesh.progress import Counts, Hang, Progress, Sign
 from .environment import Host
-from .hang import Counts, Hang, Report, culprits, standing, tell_cut_off, tell_silent, tell_standing
-from .progress import Progress
-from .signs import DONE, Sign, main_thread, read_signs
+from .hang import DONE, Report, culprits, main_thread, read_signs, standing, tell_cut_off, tell_silent, tell_standing
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 SILENT_SHARE = 0.9
-"""A rank may be silent, or stand still, for this share of the time that is given."""
+"""A rank may be silent, or stand still, for this share of the limit."""
 LEAST_SILENCE_S = 5.0
-"""What a busy machine may cost is not taken for silence, unless a watchdog is asked for."""
+"""Shorter silence is taken for a busy machine, unless a watchdog is asked for."""
 SIGNS = 10
-"""So many signs are given in the time that is given, or more."""
+"""At least so many signs are given within the limit."""
 LONGEST_INTERVAL_S = 2.0
-"""Between two signs of a rank; shorter where little time is given. `who_hangs` takes 2.5 of them, less than
-`rank.ECHO_WAIT_S`."""
+"""Between two signs of a rank. `who_hangs` takes 2.5 of them, less than `rank.ECHO_WAIT_S`."""
 NAMING_SIGNS = 2
-"""Of a rank that is silent for too long others know so many intervals later: one passes until they have seen its last
-sign, and one until they look."""
+"""Others know so many intervals later that a rank was silent: one until they see its last sign, one until they look."""
 REPORT_WAIT_S = 1.5
 """How long ranks that live wait for each other's reports."""
 _ALARM = "alarm"
 
 
 def sign_now(count: int, interval_s: float, progress: Progress, still_s: float = 0.0) -> Sign:
-    """Of this process."""
+    """Return a sign of this process."""
     waits, place, stack = main_thread()
     steps = list(progress.steps)
     return Sign(
@@ -80,7 +75,7 @@ def sign_now(count: int, interval_s: float, progress: Progress, still_s: float =
 def write_sign(
     store: Store, rank: int, count: int, interval_s: float, progress: Progress | None = None, still_s: float = 0.0
 ) -> Sign:
-    """Tell that this rank is alive, and where it is."""
+    """Write this rank's sign into the store."""
     sign = sign_now(count, interval_s, progress or Progress(), still_s)
     store.set(str(rank), sign.written())
     return sign
@@ -89,18 +84,14 @@ def write_sign(
 class Pulse(threading.Thread):
     """Gives this rank's signs of life and watches those of others; see [Note: signs of life]. A context manager.
 
-    After an error in the context it goes on, so that this rank is not taken for one that hangs while it reports.
+    After an error in the context it continues, so that this rank does not seem to hang while it reports.
 
     Args:
         store: of the world, with a connection of its own.
-        rank, size: of the world.
         timeout_s: how long a collective may wait for peers.
-        on_hang: called in this thread with what there is to say of ranks that hang.
-        watchdog_s: how long a rank may be silent, or stand still, once it has done a step; None: as `timeout_s`, and
-            standing still is not looked for.
-        progress: of this rank's main thread.
-        host: who hosts the store, if not this process or a launcher of this machine; see [Note: a store that is
-            silent].
+        watchdog_s: how long a rank may be silent, or stand still, after its first step; None: as `timeout_s`, and a
+            rank may stand still.
+        host: of the store, if not this process or a launcher of this machine; see [Note: a store that is silent].
     """
 
     def __init__(
@@ -122,6 +113,7 @@ class Pulse(threading.Thread):
         self._starting_s = max(SILENT_SHARE * timeout_s, LEAST_SILENCE_S)
         self._limit_s = self._starting_s if watchdog_s is None else SILENT_SHARE * watchdog_s
         self._watches = watchdog_s is not None
+        self._option = "watchdog_s" if self._watches else "timeout_s"
         self._on_hang, self._progress = on_hang, progress or Progress()
         self._over, self._looks = threading.Event(), 0
         self._host = host
@@ -150,24 +142,21 @@ class Pulse(threading.Thread):
                 mine = self._beat(count, elapsed_s)
                 silent = self.look(elapsed_s)
                 if self._is_alarmed(silent, mine):
-                    self._on_hang(self._settled())
+                    self._on_hang(self._verdict())
                     return
                 if self._over.wait(self.interval_s):
                     break
                 count += 1
             write_sign(self._store, self._rank, DONE, self.interval_s)
         except RuntimeError:
-            # The store has gone with the process that hosts it. Who waits for a peer still has its own limit.
+            # The store has ended with the process that hosts it. Whoever waits for a peer still has its own limit.
             return
 
     def look(self, elapsed_s: float) -> list[int]:
-        """Read the signs that are watched.
+        """Read the watched ranks' signs; return the ranks that have been silent for too long.
 
         Args:
-            elapsed_s: since the last look. More than two intervals count as two: then this process itself was stopped.
-
-        Returns:
-            The ranks that have been silent for too long.
+            elapsed_s: since the last look. More than two intervals count as two: then this process was stopped itself.
         """
         signs = read_signs(self._store, self._watched, self._signs)
         for rank in self._watched:
@@ -181,13 +170,13 @@ class Pulse(threading.Thread):
         return [rank for rank in self._watched if self._is_silent(rank) and rank not in is_done]
 
     def _is_silent(self, rank: int) -> bool:
-        # Who has begun its second step has been through the first one with all others. What these were silent for
-        # until then does not count: a rank that held its interpreter may have yet to give its next sign.
+        # When this rank begins its second step, all have done the first one. Earlier silence does not count against the
+        # lower limit: a rank that held its interpreter's lock may not have given its next sign yet.
         silent_s = self._silent_s[rank]
         return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
 
     def named_after_s(self) -> float:
-        """For how long this rank may be silent after a sign, until others have named it."""
+        """Return for how long this rank may be silent after a sign, until others have named it."""
         return self._patience_s + NAMING_SIGNS * self.interval_s
 
     @property
@@ -201,28 +190,30 @@ class Pulse(threading.Thread):
             silent_s = silent_s + self._counted(elapsed_s) if looks == self._looks else 0.0
             looks = self._looks
             if silent_s > self._patience_s:
-                by_first = self._host == "first rank"
-                hang = self._judged({0: silent_s}, self._signs, {}) if by_first else self._cut_off(silent_s)
-                self._on_hang(self._witnessed(hang, tells=by_first and self._rank == 1))
+                self._on_hang(self._lonely_verdict(silent_s))
                 return
 
-    def _cut_off(self, silent_s: float) -> Hang:
-        mine = sign_now(0, self.interval_s, self._progress, self._still_s)
-        text = tell_cut_off(self._rank, mine, f"{silent_s:.0f} s", self._option)
-        return Hang((self._rank,), is_silent=False, since=time.time() - silent_s, signs=self._signs, text=text)
-
-    def _witnessed(self, hang: Hang, *, tells: bool) -> Hang:
-        """The same, written down without a word from other ranks."""
+    def _lonely_verdict(self, silent_s: float) -> Hang:
+        """The verdict without a word from other ranks; see [Note: a store that is silent]."""
+        mine, by_first = self._sign_now(), self._host == "first rank"
+        if by_first:
+            hang = self._judged({0: silent_s}, self._signs, {})
+        else:
+            text = tell_cut_off(self._rank, mine, f"{silent_s:.0f} s", self._option)
+            hang = Hang((self._rank,), is_silent=False, since=time.time() - silent_s, signs=self._signs, text=text)
         witness = self._progress.witness
         if witness is not None:
             with suppress(OSError):
-                witness.leave(sign_now(0, self.interval_s, self._progress, self._still_s))
-                if tells:
+                witness.leave(mine)
+                if by_first and self._rank == 1:
                     witness.tell(hang)
         return replace(hang, is_alone=True)
 
     def _counted(self, elapsed_s: float) -> float:
         return min(elapsed_s, 2 * self.interval_s)
+
+    def _sign_now(self) -> Sign:
+        return sign_now(0, self.interval_s, self._progress, self._still_s)
 
     def _beat(self, count: int, elapsed_s: float) -> Sign:
         at = self._progress.at
@@ -243,20 +234,19 @@ class Pulse(threading.Thread):
 
     # -- see [Note: an alarm]
 
-    def _settled(self) -> Hang:
-        """What is to be said, after all that live have written down what they know."""
+    def _verdict(self) -> Hang:
+        """The verdict, after all that live have written down what they know."""
         silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM)).items()}
         witness = self._progress.witness
-        mine = sign_now(0, self.interval_s, self._progress, self._still_s)
+        mine = self._sign_now()
         counts: Counts = {}
         if witness is not None:
-            # What is to be told is told, even where nothing can be written.
+            # The hang is reported even where nothing can be written.
             with suppress(OSError):
                 counts = witness.leave(mine)
         self._store.set(f"report/{self._rank}", json.dumps({"sign": mine.written(), "counts": counts}))
         signs = read_signs(self._store, range(self._size))
-        living = [rank for rank, sign in signs.items() if rank not in silent and sign.count != DONE]
-        reports = self._reports(living)
+        reports = self._reports([rank for rank, sign in signs.items() if rank not in silent and sign.count != DONE])
         signs |= {rank: report.sign for rank, report in reports.items()}
         hang = self._judged(silent, signs, reports)
         if witness is not None and self._rank == min(reports):
@@ -277,10 +267,6 @@ class Pulse(threading.Thread):
                 counts = {group: tuple(each) for group, each in values["counts"].items()}
                 reports[rank] = Report(Sign.read(values["sign"]), counts)
         return reports
-
-    @property
-    def _option(self) -> str:
-        return "watchdog_s" if self._watches else "timeout_s"
 
     def _judged(self, silent: dict[int, float], signs: dict[int, Sign], reports: dict[int, Report]) -> Hang:
         if silent:

@@ -1,13 +1,11 @@
-"""One rank's side of a launched world: find the world, run a main in it, and report its failure once.
+"""One rank's side of a launched world: find the world, run a main function in it, report its failure once.
 
-[Note: one report per failure] When one rank fails, its peers fail too: their connections to it close. Only the first
-failure is worth reading. So a rank that fails posts its exit code on a board, a key in the rendezvous store, before
-it exits; the first post wins, only the winner writes to stderr, and the others leave with the winner's exit code.
-A failure that reads like the echo of a peer's death waits for that peer's post before it speaks up itself.
-A rank that dies without a word (a signal, a crash) posts nothing: its launcher ends the waiting peers and names it.
-A rank that hangs is named by its peers; see [Note: signs of life] in `pulse`.
-
-This module imports no torch, so that `meshwright.launch.local.warm_up` can run before the parent has it.
+[Note: one report per failure] When one rank fails, its peers fail too, since their connections to it close; only the
+first failure is worth reading. So a failing rank posts its exit code on a board, a key in the rendezvous store, before
+it exits. The first post wins: only its rank writes to stderr, and the others leave with its exit code. A failure that
+looks like the consequence of a peer's death waits for that peer's post before it is reported. A rank that dies of a
+signal or a crash posts nothing: its launcher ends the waiting peers and names it. A rank that hangs is named by its
+peers; see [Note: signs of life] in `pulse`.
 """
 
 from __future__ import annotations
@@ -23,43 +21,58 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..base.error_text import said
 from ..base.errors import MeshwrightError, RankError
+from ..base.processes import end_with_launcher
+from ..base.stopping import Stopped
 from ..files.terminal import escape_messages, say
+from ..mesh.progress import Hang, Progress
 from .companion import Companion
-from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
 from .environment import host_of_store, rank, started_by_launcher, started_by_torchrun, started_elsewhere, world_size
-from .error_text import said
-from .hang import Hang, who_hangs
-from .process_identity import end_with_launcher
-from .progress import Progress
+from .hang import who_hangs
 from .pulse import Pulse
-from .same_world import agreed_prefix
-from .stopping import Stopped
-from .store import host_for_ranks
+from .store import agreed_prefix, host_for_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 
 CONNECT_TIMEOUT_S = 300.0
 """Ranks may start this far apart."""
 
 BOARD_TIMEOUT_S = 5.0
-"""The board is reached through a store that was there at the start: it answers at once or is gone."""
+"""The board's store was there at the start: it answers at once or is gone."""
 
 ECHO_WAIT_S = 6.0
-"""An echo waits this long for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
+"""How long an echo waits for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
 
 LOST_WAIT_S = 1.5
-"""The same where a peer's connections have closed, and nobody here ends the others: who fails by an error posts it
-before."""
+"""The same where a peer's connections have closed and no launcher here ends the others: a failing rank has posted."""
+
+ECHO_TEXTS = (
+    "closed by peer",  # gloo: the peer's process ended and its sockets with it
+    "reset by peer",  # gloo and TCPStore: the peer was killed with data still in flight
+    "broken pipe",  # gloo and TCPStore: writing to a peer that is gone
+    "socket closed",  # gloo: the connection was torn down after an error on another operation
+    "connectfullmesh failed",  # gloo: a peer went away while the group was being formed
+    "connection was likely closed",  # TCPStore client: the process that hosts the store is gone
+    "nccl communicator was aborted",  # NCCL: its watchdog aborts what waits for a peer that failed
+    "remote process exited",  # NCCL: the text of ncclRemoteError
+)
+"""Lower-case texts of errors that gloo, NCCL and the store raise when a *peer* is gone; a false match costs a delay."""
+
+TIMEOUT_TEXTS = (
+    "timed out waiting",  # gloo: a collective
+    "collective operation timeout",  # NCCL: its watchdog
+    "wait timeout after",  # TCPStore
+)
+"""Lower-case texts of errors of ranks that have waited for a peer in vain."""
 
 _PREFIX: list[str] = []
-"""Of this world's keys, once it is known."""
+"""Of this world's keys in a store of several worlds, once it is agreed."""
 _PREFIX_LOCK = threading.Lock()
-
 _PULSES = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
 
@@ -68,10 +81,8 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     """Open a connection to the rendezvous store of the world that the environment describes.
 
     The launcher hosts the store where it can, otherwise rank 0 does. Give each user of it a prefix of its own, as in
-    `init_process_group(store=PrefixStore("world", store), rank=..., world_size=...)`.
-
-    Where torchrun may begin ranks anew the first call of a process is collective, and what worlds before have left in
-    the store is not seen; see `same_world`.
+    `init_process_group(store=PrefixStore("world", store), rank=..., world_size=...)`. Under torchrun, which may restart
+    ranks, the first call of a process is collective; see [Note: worlds in one store] in `store`.
 
     Args:
         timeout_s: limit for connecting, and for each later wait on the store.
@@ -107,14 +118,13 @@ def guarded(
     show_traceback: bool = False,
     timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> int:
-    """Run `main(store, *args)` as this process's share of the job; see [Note: one report per failure].
+    """Run `main(store, *args)` as this rank's share of the job; see [Note: one report per failure].
 
     Nothing is torn down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
     A rank that torchrun has started ends with torchrun's agent, however that ends.
 
     Args:
-        main: gets the rendezvous store of the launched world, or None outside of one. What it returns is ignored.
-        args: its further arguments.
+        main: gets the rendezvous store of the launched world, or None outside of one.
         show_traceback: show the traceback of a MeshwrightError too.
         timeout_s: limit for reaching the store.
 
@@ -123,12 +133,12 @@ def guarded(
     """
     escape_messages()
     if started_by_torchrun():
-        # `local` has seen to it already, and other launchers do so themselves.
+        # `local` does this itself, and other launchers end their ranks.
         end_with_launcher()
     try:
         store = connect_store(timeout_s) if started_by_launcher() else None
     except RankError as error:
-        # Without a store the ranks cannot agree on a speaker, and this one may be the only one cut off.
+        # Without a store the ranks cannot agree on who reports, and this one may be the only one cut off.
         failure = Failure.of(error, show_traceback)
         _say(f"rank {rank()}: {failure.text}")
         return failure.exit_code
@@ -137,7 +147,7 @@ def guarded(
     try:
         main(store, *args)
     except Stopped as stopped:
-        # No failure, and all ranks have agreed on it.
+        # Not a failure, and all ranks have agreed on it.
         return int(stopped.code or 0)
     except BaseException as error:
         failure = Failure.of(error, show_traceback)
@@ -151,22 +161,16 @@ def guarded(
 
 @contextmanager
 def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Progress]:
-    """End this process, with the name of the rank that hangs, if one gives no sign of life in the context, or, with a
-    watchdog, if the run stands still. It gives what the main thread writes down of its progress.
+    """End this process, with the name of the rank that hangs, if a rank falls silent or, with a watchdog, stands still.
 
-    Each rank of the world enters it. Outside of a launched world it does nothing without a watchdog.
-
-    Args:
-        timeout_s: how long a collective may wait for peers.
-        watchdog_s: see `Pulse`.
-
-    Raises:
-        RankError: see `connect_store`.
+    Each rank of the world enters the context, and its main thread updates the `Progress` that it gets. Outside of a
+    launched world it does nothing without a watchdog. Arguments as of `Pulse`; raises as `connect_store`.
     """
     progress, size = Progress(), world_size() if started_by_launcher() else 1
     if size == 1 and watchdog_s is None:
         yield progress
         return
+    from torch.distributed import HashStore, PrefixStore
 
     def end(hang: Hang) -> None:
         failure = Failure(1, f"{said(RankError(hang.text))}\n")
@@ -174,9 +178,8 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
             _say(failure.text)
         leave(failure.exit_code if hang.is_alone else _settle(failure))
 
-    store = _pulse_store(timeout_s) if size > 1 else _store_of_one()
     pulse = Pulse(
-        store,
+        PrefixStore(_PULSES, connect_store(timeout_s)) if size > 1 else HashStore(),
         int(rank()) if size > 1 else 0,
         size,
         timeout_s=timeout_s,
@@ -185,7 +188,7 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         progress=progress,
         host=host_of_store() if size > 1 else None,
     )
-    # Whom `local` has started, it ends.
+    # `local` ends the ranks that it has started.
     with Companion(pulse.named_after_s, pulse.interval_s) if started_elsewhere() else nullcontext() as companion, pulse:
         if companion is not None:
             progress.on_settled = companion.tell
@@ -201,14 +204,32 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
+def is_echo(error: BaseException) -> bool:
+    """Return whether `error`, or what it was raised from, is likely the consequence of a peer's death."""
+    from torch.distributed import DistError
+
+    return any(isinstance(link, DistError) for link in _chain(error)) or _reads_like(error, ECHO_TEXTS)
+
+
+def _reads_like(error: BaseException, texts: tuple[str, ...]) -> bool:
+    links = [link for link in _chain(error) if isinstance(link, (RuntimeError, MeshwrightError))]
+    return any(text in str(link).lower() for link in links for text in texts)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank's main.
+    """What ended a rank's main function.
 
     Attributes:
-        exit_code: what the process is to leave with.
         text: what to show; may be empty.
-        echo: "Type: message" where it reads like the consequence of a peer's death, otherwise empty.
+        echo: "Type: message" if it looks like the consequence of a peer's death, otherwise empty.
         timed_out: whether this rank has waited for a peer in vain.
     """
 
@@ -222,12 +243,12 @@ class Failure:
         if isinstance(error, KeyboardInterrupt):
             return cls(INTERRUPTED, "")
         if isinstance(error, SystemExit):
-            # As the interpreter has it: None is success, an int is the code, anything else is a message.
+            # As in the interpreter: None is success, an int is the code, anything else is a message.
             if error.code is None or isinstance(error.code, int):
                 return cls(error.code or 0, "")
             return cls(1, f"{error.code}\n")
         echo = _headline(error) if is_echo(error) else ""
-        timed_out = reads_like(error, TIMEOUT_TEXTS)
+        timed_out = _reads_like(error, TIMEOUT_TEXTS)
         if isinstance(error, MeshwrightError):
             text = _render(error, said(error), with_traceback=show_traceback)
             return cls(error.exit_code, text, echo, timed_out)
@@ -248,7 +269,7 @@ def _settle(failure: Failure) -> int:
         patience_s = (LOST_WAIT_S if is_lost else ECHO_WAIT_S) if failure.echo else 0.0
         first = board.first(failure.exit_code, patience_s=patience_s)
     except (RankError, RuntimeError):
-        # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.
+        # The store went away with the rank that hosted it. Two reports are better than none, but need not be long.
         _say(f"rank {rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
         if failure.timed_out:
             _say("The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n")
@@ -263,7 +284,7 @@ def _settle(failure: Failure) -> int:
 class _Board:
     """The first failure of the world, as a key in the rendezvous store.
 
-    It has a connection of its own, made when needed: another thread may be blocked in the one that main uses.
+    It has a connection of its own, made when needed: another thread may be blocked in that of the main function.
     """
 
     _KEY = "first"
@@ -271,7 +292,12 @@ class _Board:
     def __init__(self) -> None:
         from torch.distributed import PrefixStore
 
-        _require_listener()
+        # Where nobody listens, torch would say so with pages of C++ frames.
+        address = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+        try:
+            socket.create_connection(address, timeout=BOARD_TIMEOUT_S).close()
+        except OSError as error:
+            raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
         self._store = PrefixStore("meshwright/failure", connect_store(BOARD_TIMEOUT_S))
 
     def first(self, exit_code: int, *, patience_s: float) -> int | None:
@@ -279,13 +305,13 @@ class _Board:
         if patience_s:
             with suppress(RuntimeError):  # nobody posted in time; if the store itself is gone, what follows says so
                 self._store.wait([self._KEY], timedelta(seconds=patience_s))
-        # Two threads of a rank may have something to say.
+        # Two threads of a rank may both fail.
         mine = f"{rank()} {exit_code} {threading.get_ident()}"
         first = self._store.compare_set(self._KEY, "", mine).decode()
         return None if first == mine else int(first.split()[1])
 
     def who_hangs(self) -> str | None:
-        """What to say of the rank that this one has waited for in vain; None if none stands out."""
+        """Return the message about the rank that this one has waited for in vain; None if none stands out."""
         from torch.distributed import PrefixStore
 
         me, size = int(rank()), world_size()
@@ -296,38 +322,17 @@ class _Board:
         )
 
 
-def _require_listener() -> None:
-    """Raise RankError where nobody listens at the store's address: torch would say so with pages of C++ frames."""
-    address = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
-    try:
-        socket.create_connection(address, timeout=BOARD_TIMEOUT_S).close()
-    except OSError as error:
-        raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
-
-
 def _headline(error: BaseException) -> str:
     """Return "Type: message" with the notes, as the interpreter ends a traceback."""
     return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")
 
 
 def _render(error: BaseException, headline: str, *, with_traceback: bool) -> str:
-    """Return what to show: `headline`, after the traceback if wanted, in place of the interpreter's own last line."""
+    """Return `headline`, after the traceback if wanted, in place of the interpreter's own last line."""
     if not with_traceback:
         return f"{headline}\n"
     whole = "".join(traceback.format_exception(error)).rstrip("\n")
     return f"{whole.removesuffix(_headline(error))}{headline}\n"
-
-
-def _pulse_store(timeout_s: float) -> Store:
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(_PULSES, connect_store(timeout_s))
-
-
-def _store_of_one() -> Store:
-    from torch.distributed import HashStore
-
-    return HashStore()
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,7 @@
 """Workers of Ray Train.
 
-A TorchTrainer's have a process group and torchrun's variables before their loop begins. Those of other trainers have
-neither: Ray Train tells them their ranks, and lets rank 0 tell the others where it can be reached. Ray is asked only
-where it has been imported by others.
+Those of a TorchTrainer have a process group and torchrun's variables before their loop begins. Those of other trainers
+have neither: Ray Train gives them their ranks, and lets rank 0 broadcast its address. Ray is never imported here.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from ..base.errors import MeshError
 from .claim import Claim, Launcher
 
 
-def claim_of_worker(environment: Mapping[str, str]) -> Claim | None:
-    """The rank that Ray Train gives to this worker."""
+def _ask(environment: Mapping[str, str]) -> Claim | None:
     train = sys.modules.get("ray.train")
     if train is None:
         return None
@@ -46,16 +44,16 @@ def claim_of_worker(environment: Mapping[str, str]) -> Claim | None:
         local_size=context.get_local_world_size(),
         address=lambda: meeting()[0],
         port=lambda: meeting()[1],
-        # Whatever started Ray's own processes has left its variables in those of the workers.
+        # The launcher of Ray's own processes has left its variables in the workers.
         is_within=lambda outer: True,
     )
 
 
-RAY_TRAIN = Launcher("Ray Train", (), claim_of_worker)
+RAY_TRAIN = Launcher("Ray Train", (), _ask)
 
 
 def _meeting(rank: int) -> tuple[str, int]:
-    """Where rank 0 can be reached; collective over the workers."""
+    """Address and a free port of rank 0; collective over the workers."""
     try:
         collective = importlib.import_module("ray.train.collective")
     except ImportError:
@@ -63,12 +61,10 @@ def _meeting(rank: int) -> tuple[str, int]:
             "this version of Ray Train has nothing by which rank 0 could tell the others where it is. Use "
             "TorchTrainer, or a newer Ray, or set MASTER_ADDR and MASTER_PORT in the workers."
         ) from None
-    mine: Any = (sys.modules["ray"].util.get_node_ip_address(), _free_port()) if rank == 0 else None
+    mine: Any = None
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            mine = sys.modules["ray"].util.get_node_ip_address(), probe.getsockname()[1]
     address, port = collective.broadcast_from_rank_zero(mine)
     return str(address), int(port)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

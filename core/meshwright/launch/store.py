@@ -1,17 +1,22 @@
-"""The rendezvous store of a world, at one address alone.
+"""The rendezvous store of a world: where it listens, and which keys in it belong to which world.
 
-[Note: who reaches a store] torch's store asks nobody who he is, and torch unpickles some of what it holds: whoever
-connects can run code in the ranks. torch's own functions open it on all interfaces. Here it is opened on the address
-that the ranks are told: loopback where all are on one machine, else the interface that MASTER_ADDR names. Sockets of
-gloo and NCCL stay on loopback there, too. Between machines the network must be trusted.
+[Note: who reaches a store] torch's store authenticates nobody, and torch unpickles some of what it holds, so whoever
+connects can run code in the ranks. torch's own functions open it on all interfaces. Here it is opened on one address:
+loopback if all ranks are on one machine, else the interface that MASTER_ADDR names; sockets of gloo and NCCL stay on
+loopback then, too. Between machines the network must be trusted.
 
-[Note: worlds in one process] A process may open several worlds, one after the other, over one store. Each world has a
-prefix of its own there, or a rank reads the addresses of the previous world and connects to nobody. The store counts
-how often each rank has opened a world, so the ranks agree on the number without a message. And a world is open only
-once all ranks have connected: a rank that closed its connections before would make a peer fail that still connects.
+[Note: worlds in one process] A process may open several worlds, one after the other, over one store. Each has a prefix
+of its own there, or a rank would read the addresses of the previous world. The store counts how often each rank has
+opened a world, so the ranks agree on the number without a message. A world is open only once all ranks have connected:
+if a rank closed its connections earlier, a peer that still connects would fail.
 
-This module imports torch only where it is used.
-Source: torch.distributed.TCPStore (`master_listen_fd`); torch.distributed.elastic.rendezvous.
+[Note: worlds in one store] torchrun keeps its store when it restarts ranks, with all that the ranks before have left
+there: old addresses, alarms, reports. Nothing in the environment tells two worlds apart, since each agent counts its
+own restarts. So the ranks of a world agree on a prefix: each rank asks with a random word, and the first rank answers
+that word with the prefix that it has drawn. It waits until all have confirmed: one that was restarted again asks again.
+
+Source: torch.distributed.TCPStore (`master_listen_fd`); torch.distributed.elastic.rendezvous, whose
+`dynamic_rendezvous` shares one TCPStore between rounds.
 """
 
 from __future__ import annotations
@@ -21,9 +26,12 @@ import ipaddress
 import os
 import socket
 import threading
+import time
+import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import RankError
 from .environment import on_one_machine, rank
 
 if TYPE_CHECKING:
@@ -32,13 +40,12 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 ONE_MACHINE = "meshwright-one-machine"
 """Name of the rendezvous backend of `register_one_machine`."""
-AGENT_TIMEOUT_S = 600.0
-"""For each wait of the agent on its store."""
-_BACKLOG = 4096
+_AGENT_TIMEOUT_S, _BACKLOG = 600.0, 4096
 _HOSTED: dict[tuple[str, str], object] = {}
-"""Stores that this process has opened, by address and port; None where torch has to."""
+"""Stores that this process has opened, by address and port; None where torch has to open it."""
 _LOCK = threading.Lock()
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_POLL_S = 0.01
+_ROOT = "meshwright/same-world"
 
 
 def host_store(address: str, port: int, *, timeout_s: float, spans_machines: bool = False) -> TCPStore | None:
@@ -46,13 +53,13 @@ def host_store(address: str, port: int, *, timeout_s: float, spans_machines: boo
 
     Args:
         address: a host's name or number.
-        port: 0: one that is free, which the store's `port` tells.
+        port: 0: a free one, which the store's `port` tells.
         timeout_s: for each later wait on the store.
-        spans_machines: ranks of other machines connect to it.
+        spans_machines: whether ranks of other machines connect to it.
 
     Returns:
-        None where the address is none of this machine's, as behind a forwarded port, or, for other machines, is
-        loopback, as a machine may call itself: then only a store on all interfaces is reached.
+        None where only a store on all interfaces can be reached: the address is not this machine's, as behind a
+        forwarded port, or it is loopback, as a machine may call itself, but there are other machines.
 
     Raises:
         OSError: the name does not resolve, or the port is taken.
@@ -87,8 +94,7 @@ def host_store(address: str, port: int, *, timeout_s: float, spans_machines: boo
 
 
 def host_for_ranks(timeout_s: float) -> None:
-    """Open the store of the world that the environment describes, if this rank has to and has not yet; torch finds it
-    by its port.
+    """Open the store of the environment's world, if this rank has to and has not yet; torch finds it by its port.
 
     Raises:
         OSError, ValueError: it cannot be opened.
@@ -118,7 +124,7 @@ def wait_until_connected(store: Store, size: int) -> None:
 
 
 def register_one_machine() -> None:
-    """Let torch's elastic agent meet its ranks at a store on loopback, by the rendezvous backend `ONE_MACHINE`."""
+    """Register the rendezvous backend `ONE_MACHINE`: torch's agent hosts the store for its ranks on loopback."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register(ONE_MACHINE, _one_machine)
@@ -140,7 +146,7 @@ def _one_machine(parameters: Any) -> Any:
 
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
-                self._store = host_store(LOOPBACK, 0, timeout_s=AGENT_TIMEOUT_S)
+                self._store = host_store(LOOPBACK, 0, timeout_s=_AGENT_TIMEOUT_S)
             return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
         def is_closed(self) -> bool:
@@ -162,10 +168,53 @@ def _one_machine(parameters: Any) -> Any:
 
 
 def keep_to_loopback() -> None:
-    """Have gloo and NCCL use the loopback interface where all ranks are on one machine, unless the environment names
-    another interface."""
+    """Make gloo and NCCL use loopback if all ranks are on one machine and the environment names no interface."""
     if not on_one_machine():
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    for variable in _INTERFACES if loopback else ():
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
         os.environ.setdefault(variable, str(loopback))
+
+
+def agreed_prefix(store: Store, rank: int, size: int, *, timeout_s: float) -> str:
+    """Agree on a prefix for keys that no other world has used; see [Note: worlds in one store]. Collective.
+
+    Raises:
+        RankError: a rank does not ask within the timeout, or the first one does not answer.
+    """
+    try:
+        return _answer(store, size, timeout_s) if rank == 0 else _ask(store, rank, timeout_s)
+    except RuntimeError as error:
+        raise RankError(
+            f"the rendezvous store is gone, or rank 0 has not come within {timeout_s:g} s: {type(error).__name__}."
+        ) from error
+
+
+def _answer(store: Store, size: int, timeout_s: float) -> str:
+    prefix, missing = uuid.uuid4().hex, list(range(1, size))
+    answered: dict[int, str] = {}
+    until = time.monotonic() + timeout_s
+    while True:
+        for each in missing:
+            if store.check([f"{_ROOT}/asked/{each}"]):
+                word = store.get(f"{_ROOT}/asked/{each}").decode()
+                if answered.get(each) != word:
+                    store.set(f"{_ROOT}/answered/{each}/{word}", prefix)
+                    answered[each] = word
+        missing = [each for each in missing if not store.check([f"{_ROOT}/confirmed/{prefix}/{each}"])]
+        if not missing:
+            return prefix
+        if time.monotonic() > until:
+            some = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if missing[10:] else "")
+            raise RankError(f"ranks {some} of {size} have not come within {timeout_s:g} s.")
+        time.sleep(_POLL_S)
+
+
+def _ask(store: Store, rank: int, timeout_s: float) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"{_ROOT}/asked/{rank}", word)
+    key = f"{_ROOT}/answered/{rank}/{word}"
+    store.wait([key], timedelta(seconds=timeout_s))
+    prefix = store.get(key).decode()
+    store.set(f"{_ROOT}/confirmed/{prefix}/{rank}", "")
+    return prefix

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import ConfigError
+from ..base.stopping import Stopped
 from ..checkpoint.agreement import Agreement
 from ..checkpoint.index import payload_name
 from ..checkpoint.keys import Key
 from ..checkpoint.manifest import StoredFile, sealed
 from ..checkpoint.saving import Content, content_of
 from ..files.terminal import warn
-from ..launch.stopping import Stopped
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .keepers import Keepers

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..launch.process_identity import await_end
+from ..base.processes import await_end
 from . import socket_file, wire
 
 _LOOK_S = 0.5

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..base.errors import ConfigError, RankError
-from ..launch.process_identity import identity_of, launcher_pid
-from ..launch.safe_path import PYTHON
+from ..base.processes import identity_of, launcher_pid
+from ..base.safe_path import PYTHON
 from ..mesh.world import World
 from . import wire
 from .socket_file import socket_path

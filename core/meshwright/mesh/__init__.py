@@ -1,1 +1,1 @@
-"""The mesh contract: sizes and degrees of the axes, the world of ranks, and each rank's place along every axis."""
+"""The mesh: sizes and degrees of the axes, the world of ranks, and the place of each rank along every axis."""

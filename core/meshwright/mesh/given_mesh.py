@@ -1,7 +1,7 @@
-"""Take a torch DeviceMesh, made by the caller, for a Mesh.
+"""Use a torch DeviceMesh, made by the caller, as a Mesh.
 
-Axes are known by the names that Hugging Face and NVIDIA loops give them. They lie on the ranks as a Mesh's own do: the
-outermost first, and all ranks of the world in order.
+Axes have the names that Hugging Face and NVIDIA use, and lie on the ranks as a Mesh's own: the outermost first, and all
+ranks of the world in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.errors import MeshError
 from .mesh import Mesh
 from .sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees
-from .world import open_world
+from .world import existing_world
 
 _AXIS_OF: Mapping[str, str] = MappingProxyType(
     {
@@ -30,16 +30,15 @@ _AXIS_OF: Mapping[str, str] = MappingProxyType(
 
 
 def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
-    """A Mesh as it is; a DeviceMesh as the Mesh of the same degrees, with process groups of its own. Collective then.
+    """Return a Mesh unchanged, or a Mesh of the same degrees as a DeviceMesh; collective for a DeviceMesh.
 
     Args:
-        given: a DeviceMesh of all ranks in order, with axes named as `_AXIS_OF` has them.
-        claims: the axes that the strategy shards; for one that takes no `dp_shard`, all data ranks hold copies.
-        moe_mesh: the mesh for experts, whose axis `ep` tells their degree.
+        given: a DeviceMesh of all ranks in order, with axes named as in `_AXIS_OF`.
+        claims: the axes that the strategy shards; for one without `dp_shard`, all data ranks hold copies.
+        moe_mesh: the mesh for experts, whose axis `ep` gives their degree.
 
     Raises:
-        MeshError: it is neither, an axis is not known or not claimed, or ranks lie in another order; the same on all
-            ranks.
+        MeshError: it is neither, an axis is unknown or not claimed, or ranks lie in another order; on all ranks alike.
     """
     degrees = degrees_of(given, moe_mesh)
     if isinstance(given, Mesh):
@@ -54,7 +53,7 @@ def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceM
             f"moe_mesh has {degrees.ep} ranks along ep, which do not divide the {sharing} ranks of dp_shard x cp x tp. "
             f"Use a divisor."
         )
-    world = open_world(given.device_type)
+    world = existing_world(given.device_type)
     if given.mesh.flatten().tolist() != list(range(world.size)):
         raise MeshError(
             f"the mesh has the ranks {given.mesh.flatten().tolist()}, but a manager takes all {world.size} ranks in "
@@ -64,13 +63,10 @@ def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceM
 
 
 def degrees_of(given: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Degrees:
-    """The degrees that a mesh has, whoever shards its axes.
-
-    Args:
-        given, moe_mesh: as of `as_mesh`.
+    """Return the degrees of a mesh; arguments as of `as_mesh`.
 
     Raises:
-        MeshError: it is neither a Mesh nor a DeviceMesh, or an axis is not known.
+        MeshError: it is neither a Mesh nor a DeviceMesh, or an axis is unknown.
     """
     if isinstance(given, Mesh):
         return given.degrees
@@ -79,7 +75,10 @@ def degrees_of(given: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> 
             f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
             f"Mesh(MeshSizes(...).resolve(world.size), world)."
         )
-    return Degrees(**_sizes(given), ep=_expert_degree(moe_mesh))
+    experts = 1
+    if moe_mesh is not None and "ep" in (moe_mesh.mesh_dim_names or ()):
+        experts = int(moe_mesh["ep"].size())
+    return Degrees(**_sizes(given), ep=experts)
 
 
 def _check_claims(degrees: Degrees, claims: Collection[str]) -> None:
@@ -92,23 +91,17 @@ def _check_claims(degrees: Degrees, claims: Collection[str]) -> None:
 
 
 def _sizes(given: DeviceMesh) -> dict[str, int]:
-    """The sizes of our axes."""
+    """The sizes by the names of our axes."""
     names = given.mesh_dim_names or tuple(f"axis {index}" for index in range(given.ndim))
-    axes = [(name, size) for name, size in zip(names, given.mesh.shape, strict=True) if size > 1]
     told = dict(zip(names, given.mesh.shape, strict=True))
-    unknown = [name for name, _ in axes if name not in _AXIS_OF]
+    axes = {name: size for name, size in zip(names, given.mesh.shape, strict=True) if size > 1}
+    unknown = [name for name in axes if name not in _AXIS_OF]
     if unknown:
         raise MeshError(f"the mesh {told} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_OF)}.")
-    ours = [_AXIS_OF[name] for name, _ in axes]
+    ours = [_AXIS_OF[name] for name in axes]
     if ours != sorted(set(ours), key=ROOT_AXES.index):
         raise MeshError(
             f"the axes of the mesh {told} are {', '.join(ours)}, in this order, but a manager takes each once and in "
             f"the order {', '.join(ROOT_AXES)}. Make the mesh so."
         )
-    return dict(zip(ours, (size for _, size in axes), strict=True))
-
-
-def _expert_degree(moe_mesh: DeviceMesh | None) -> int:
-    if moe_mesh is None or "ep" not in (moe_mesh.mesh_dim_names or ()):
-        return 1
-    return int(moe_mesh["ep"].size())
+    return dict(zip(ours, axes.values(), strict=True))

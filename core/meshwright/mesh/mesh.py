@@ -59,17 +59,13 @@ class Mesh:
 
     @property
     def backend(self) -> str:
-        """What the process group carries tensors of the mesh's device with: "gloo", "nccl"."""
-        # "cpu:gloo,cuda:nccl"
+        """Backend of the process group for tensors of the mesh's device, such as "gloo" or "nccl"."""
+        # The config is such as "cpu:gloo,cuda:nccl".
         pairs = str(dist.distributed_c10d.get_backend_config()).split(",")
         return dict(pair.split(":", 1) for pair in pairs).get(self.device.type, "none")
 
     def check_backend(self, wanted: str) -> None:
-        """Refuse a backend that is not the one that is used; "nccl", the default of configs, means any.
-
-        Raises:
-            MeshError: on all ranks alike.
-        """
+        """Raise MeshError, on all ranks alike, if another backend is used; "nccl", the configs' default, means any."""
         if wanted not in ("nccl", self.backend):
             raise MeshError(
                 f"backend={wanted!r}, but the process group uses {self.backend!r} for {self.device.type}. "
@@ -78,8 +74,10 @@ class Mesh:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The second mesh, with the axes `pp, dp_replicate, ep_shard, ep`; where `ep` has one rank, made on first use,
-        by all ranks."""
+        """The second mesh, with the axes `pp, dp_replicate, ep_shard, ep`.
+
+        Where `ep` has one rank it is made on first use, which is collective.
+        """
         return self._make_expert_mesh() if self._expert_mesh is None else self._expert_mesh
 
     def _make_expert_mesh(self) -> DeviceMesh:
@@ -90,11 +88,7 @@ class Mesh:
         return self._expert_mesh
 
     def check_expert_mesh(self, given: DeviceMesh) -> None:
-        """Refuse a mesh for experts that is not the expert mesh; axes of one rank may be left out.
-
-        Raises:
-            MeshError: on all ranks alike.
-        """
+        """Raise MeshError, on all ranks alike, if `given` is not the expert mesh; it may lack axes of one rank."""
 
         def placed(mesh: DeviceMesh) -> tuple[list[str], list[int], list[int]]:
             names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -109,7 +103,7 @@ class Mesh:
             )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """The part of the root mesh along `axes`: axis names, or the views `dp`, `dp_cp`, `dp_shard_cp`.
+        """Return the part of the root mesh along `axes`: axis names, or the views `dp`, `dp_cp`, `dp_shard_cp`.
 
         Raises:
             MeshError: no axis or view of that name.
@@ -121,22 +115,22 @@ class Mesh:
                     f"the mesh has no axis or view {name!r}. Axes: {', '.join(ROOT_AXES)}. Views: {', '.join(VIEWS)}."
                 )
         if axes not in self._views:
-            # Torch makes a part anew each time, in half a millisecond.
+            # Torch takes half a millisecond for each slice.
             self._views[axes] = slice_mesh(self.device_mesh, axes)
         return self._views[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along one axis or view; MeshError where there is none of that name."""
+        """Return this rank's process group along one axis or view."""
         return self[axis].get_group()
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate along one axis or view, from 0; MeshError where there is none of that name."""
+        """Return this rank's coordinate along one axis or view, from 0."""
         return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
 
     def stage(self) -> Mesh:
-        """The mesh that this rank's part of a pipeline is trained on: the same axes but for `pp`, which has one rank.
+        """Return the mesh of this rank's pipeline stage: the same axes, but one rank along `pp`.
 
-        Its world is the ranks that train the same part. Collective over all ranks, on first use.
+        Its world is the ranks of the stage. Collective over all ranks on first use.
         """
         if self._stage is None:
             with same_timeout():

@@ -3,8 +3,6 @@
 [Note: axis, dim, degree] A mesh has axes, a tensor has dims, and the degree of an axis is the number of ranks
 along it. Root axes, outermost first: `pp, dp_replicate, dp_shard, cp, tp`. Experts live on a second mesh over the
 same ranks, whose inner axes are `ep_shard, ep` in place of `dp_shard, cp, tp`.
-
-No torch in this module: sizes are validated before anything is started.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ class Degrees:
         return [axis for axis in CLAIMABLE_AXES if getattr(self, axis) > 1]
 
     def __str__(self) -> str:
-        axes = [f"{axis}={getattr(self, axis)}" for axis in CLAIMABLE_AXES if getattr(self, axis) > 1]
-        return " x ".join(axes) or "one rank"
+        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in self.above_one()) or "one rank"
 
 
 class MeshSizes(FrozenModel):

@@ -1,21 +1,22 @@
-"""The process group, this rank's device, and what ranks agree on.
+"""The process group of a run, this rank's device, and small agreements between ranks.
 
-[Note: one timeout] All groups of a run wait as long for peers as the group of all ranks, whoever makes them: see
+[Note: one timeout] All process groups of a run have the timeout of the group of all ranks, whoever makes them: see
 `same_timeout` and `new_group`.
 
 [Note: control plane] Small agreements between ranks (are the counts equal? has any rank found an error?) travel as
 CPU tensors where the process group has a backend for them, so that they never wait for queued GPU work.
 
-[Note: doubling] Gloo sends an all-reduce around a ring, in as many steps as there are ranks. A message of the control
-plane is small, so it is the steps that count: ranks exchange what they have with a partner 1, 2, 4, ... further on, and
-all have everything after log2(ranks) steps. Where the number of ranks is no power of two, those beyond one give what
-they have to a partner first, and get the result from it. Source: Thakur et al. 2005, "Optimization of collective
-communication operations in MPICH", section 4.4 (recursive doubling). Source: torch.distributed.
+[Note: doubling] Gloo's all-reduce is a ring of as many steps as there are ranks. For small messages the number of steps
+is what counts, so ranks exchange what they have with a partner 1, 2, 4, ... ranks away; after log2(ranks) steps all
+have everything. If the number of ranks is no power of two, the surplus ranks first give what they have to a partner,
+and get the result from it. Source: Thakur et al. 2005, "Optimization of collective communication operations in MPICH",
+section 4.4 (recursive doubling); torch.distributed.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -24,38 +25,33 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from .._compat.profiling import marked
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
-from ..launch.allocator import prefer_expandable_segments
-from ..launch.background import in_background
-from ..launch.drivers import missing_driver
-from ..launch.environment import started_by_launcher
-from ..launch.gloo_threads import settle_at_exit
-from ..launch.join import join, local_rank
-from ..launch.progress import Progress
-from ..launch.rank import CONNECT_TIMEOUT_S, connect_store
-from ..launch.slurm import devices_of_step
-from ..launch.store import keep_to_loopback, wait_until_connected, world_store
+from ..events.step import WAIT
+from .gloo_threads import settle_at_exit
+from .progress import Progress
 
 T = TypeVar("T")
 
 CONTROL_TAG = 4711
-"""Of the control plane's messages between two ranks, so that no other takes them for its own."""
+"""Tag of the control plane's messages between two ranks."""
 
 
 class World:
-    """All ranks of the process group. A context manager: it ends the group on leaving, if it started it.
+    """All ranks of the process group. As a context manager it ends the group on leaving, if it has started it.
 
     Attributes:
         device: of this rank.
-        group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
+        group: None for all ranks; otherwise the world is the ranks of this group, such as those of a pipeline stage.
         rank, size: within the group.
         owns_group: whether leaving the context ends the process group.
-        progress: where this rank is in its run, for a watchdog.
-        is_planned: whether nothing is computed or sent here, and all other ranks are taken to have what this one has.
+        progress: position of this rank in its run, for a watchdog.
+        computes: whether tensors have values and messages arrive. Where it is False, this rank stands for all: each
+            other rank is taken to have what this one has.
     """
 
-    is_planned = False
+    computes = True
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device, self.group, self.owns_group = device, group, owns_group
@@ -66,6 +62,11 @@ class World:
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
         self._doubles = self._control_device.type == "cpu" and ("cpu:gloo" in config or config == "gloo")
 
+    @property
+    def is_planned(self) -> bool:
+        """Not `computes`."""
+        return not self.computes
+
     def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
         """All-reduce a few integers over all ranks by SUM, MAX or MIN; see [Note: control plane]."""
         if op == dist.ReduceOp.SUM:
@@ -75,29 +76,20 @@ class World:
         return [-value for value in self.exchange((), [-value for value in values])[1]]
 
     def exchange(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
-        """One message of all ranks: add up some integers, and take the highest of others.
-
-        Args:
-            sums: int64; sums are modulo 2**64.
-            highs: int64.
-        """
+        """All-reduce some int64 by SUM, modulo 2**64, and others by MAX, in one message."""
         self._finish_begun()
         return self._exchanged(sums, highs)
 
     def begin_exchange(self, sums: Sequence[int], highs: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
-        """`exchange` in a thread of its own, while the caller does other things; collective over all ranks.
+        """Start `exchange` in a thread, and return a function that waits for its result. Collective over all ranks.
 
-        No other message of all ranks overtakes it: who sends one waits for it first.
-
-        Returns:
-            What waits for the result, and gives it.
+        No other message of all ranks overtakes it: whoever sends one waits for it first.
         """
         self._finish_begun()
         if not self._doubles or self.size == 1:
             result = self._exchanged(sums, highs)
             return lambda: result
-        waiting = in_background(lambda: self._exchanged(sums, highs))
-        self._begun = waiting
+        self._begun = waiting = _in_background(lambda: self._exchanged(sums, highs))
         return waiting
 
     def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -113,7 +105,6 @@ class World:
         return values[: len(sums)], values[len(sums) :]
 
     def _finish_begun(self) -> None:
-        """Wait for the message that has begun, if there is one."""
         if self._begun is not None:
             wait, self._begun = self._begun, None
             wait()
@@ -121,14 +112,14 @@ class World:
     def _double(self, mine: torch.Tensor, sums: int) -> None:
         """Combine `mine` with those of all ranks, in place; see [Note: doubling]."""
         power = 1 << (self.size.bit_length() - 1)
-        is_beyond, has_beyond = self.rank >= power, self.rank + power < self.size
+        has_beyond = self.rank + power < self.size
         theirs = torch.empty_like(mine)
 
         def combine() -> None:
             mine[:sums] += theirs[:sums]
             torch.maximum(mine[sums:], theirs[sums:], out=mine[sums:])
 
-        if is_beyond:
+        if self.rank >= power:
             self._pass(self.rank - power, send=mine)
             self._pass(self.rank - power, receive=mine)
             return
@@ -153,12 +144,7 @@ class World:
     def raise_together(self, error: MeshwrightError | None) -> None:
         """Raise on every rank if any rank brings an error; see [Note: equal on every rank] in `contract`.
 
-        Args:
-            error: what this rank found wrong, or None.
-
-        Raises:
-            MeshwrightError: the error of the lowest rank that has one, in that error's class; where other ranks
-                found other things, the text says so.
+        It is the error of the lowest rank that has one, in its class; if other ranks have others, the text says so.
         """
         if self.reduce_ints([int(error is not None)])[0]:
             self.raise_any(error)
@@ -176,11 +162,7 @@ class World:
         raise type(cause)(f"{cause}\n(found on rank {first}; ranks with an error: {ranks} of {self.size})")
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work`, which must not issue collectives, and raise on every rank if it fails on any.
-
-        Raises:
-            MeshwrightError: as `raise_together`.
-        """
+        """Run `work`, which must not issue collectives; if it fails on any rank, raise as `raise_together`."""
         error: MeshwrightError | None = None
         result: T | None = None
         try:
@@ -191,11 +173,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Run `work`, which must not issue collectives, on the first rank alone; its result or error is that of all.
-
-        Raises:
-            MeshwrightError: as `work` does.
-        """
+        """Run `work`, which must not issue collectives, on the first rank, and return or raise what it does on all."""
         box: list[tuple[MeshwrightError | None, T | None]] = [(None, None)]
         if self.rank == 0:
             try:
@@ -218,101 +196,94 @@ class World:
             self.close()
 
     def close(self) -> None:
-        """End the process group, if this started it; nothing otherwise."""
+        """End the process group, if this world has started it."""
         if self.owns_group and dist.is_initialized():
             self._finish_begun()
             dist.destroy_process_group()
 
 
-def same_timeout() -> AbstractContextManager[None]:
-    """Around what makes process groups, such as a `DeviceMesh` or a package; see [Note: one timeout]."""
-    return groups_with_timeout(group_timeout())
-
-
-def new_group(backend: str) -> dist.ProcessGroup:
-    """Another group of all ranks, over a backend of its own; see [Note: one timeout]. Collective."""
-    return dist.new_group(backend=backend, timeout=group_timeout())
-
-
-def open_world(
-    device: str | torch.device | None = None, *, store: dist.Store | None = None, timeout_s: float = 600.0
+def start_world(
+    device: torch.device, *, store: dist.Store, rank: int, size: int, timeout_s: float, shares_device: bool = False
 ) -> World:
-    """Join the process group that exists, or start one.
-
-    Without a process group, the launcher that has started this process is joined (see docs/launchers.md); where none
-    has, this process is a world of one.
+    """Start the process group of all ranks, which find each other in a store. Collective.
 
     Args:
-        device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the
-            device of its LOCAL_RANK unless an index is given.
-        store: a store to start the group with, instead of the one that the environment names.
-        timeout_s: how long a collective may wait for peers, in seconds.
-
-    Raises:
-        MeshError: there is no such device, the existing group cannot serve it, or launchers contradict each other.
+        timeout_s: how long a collective may wait for peers.
+        shares_device: whether ranks share an accelerator, which NCCL refuses and gloo does not.
     """
-    join(has_store=store is not None)
-    settle_at_exit()
-    prefer_expandable_segments()
-    chosen = find_device(device)
-    if chosen.type != "cpu":
-        torch.accelerator.set_device_index(chosen.index)
-    if dist.is_initialized():
-        _check_backend(chosen)
-        return World(chosen, owns_group=False)
-    # Gloo beside NCCL serves CPU tensors: the control plane, and checkpoints.
-    on_device = "gloo" if chosen.type == "cpu" else _device_backend(chosen)
-    backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:{on_device}"
-    # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
-    bound = chosen if on_device == "nccl" else None
+    _use(device)
+    backend, bound = "gloo", None
+    if device.type != "cpu":
+        # Gloo beside NCCL serves CPU tensors: the control plane, and checkpoints.
+        on_device = "gloo" if shares_device else dist.get_default_backend_for_device(device)
+        backend = f"cpu:gloo,{device.type}:{on_device}"
+        # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
+        bound = device if on_device == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
-    keep_to_loopback()
-    if started_by_launcher():
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = world_store(store or connect_store(max(timeout_s, CONNECT_TIMEOUT_S)), rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
-        wait_until_connected(store, size)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return World(chosen, owns_group=True)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+    return World(device, owns_group=True)
 
 
-def find_device(device: str | torch.device | None) -> torch.device:
-    """The device of this rank; see `open_world`.
+def existing_world(device: torch.device | str) -> World:
+    """Return the world of the process group that this process is in already.
+
+    Args:
+        device: of this rank; without an index, the accelerator of LOCAL_RANK, or else the one that torch uses.
 
     Raises:
-        MeshError: there is no such device.
+        MeshError: the group cannot serve the device.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    try:
-        chosen = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
-    except RuntimeError:
-        raise MeshError(f"device {device!r} is no device name. Use 'cpu', 'cuda' or 'cuda:0'.") from None
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    if accelerator is None or accelerator.type != chosen.type:
-        have = accelerator.type if accelerator else "cpu"
-        said = f"device {str(device)!r} is not available here. Available: {have}. Set device={have}."
-        raise MeshError(f"{said}{missing_driver(' ')}")
-    count = torch.accelerator.device_count()
-    index = chosen.index if chosen.index is not None else local_rank(count) % count
-    if index >= count:
-        raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
-    return torch.device(chosen.type, index)
-
-
-def _device_backend(device: torch.device) -> str:
-    # Two ranks on one GPU: NCCL refuses duplicates, gloo takes CUDA tensors.
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks_here > max(torch.accelerator.device_count(), devices_of_step()):
-        return "gloo"
-    return dist.get_default_backend_for_device(device)
-
-
-def _check_backend(device: torch.device) -> None:
+    device = torch.device(device)
+    if device.type != "cpu" and device.index is None:
+        local_rank = os.environ.get("LOCAL_RANK")
+        current = torch.accelerator.current_device_index()
+        index = current if local_rank is None else int(local_rank) % torch.accelerator.device_count()
+        device = torch.device(device.type, index)
+    _use(device)
     config = dist.distributed_c10d.get_backend_config()
-    if device.type not in config and "gloo" not in config and device.type == "cpu":
+    if device.type == "cpu" and "cpu" not in config and "gloo" not in config:
         raise MeshError(
             f"the existing process group ({config}) cannot communicate CPU tensors, but the device is cpu. "
             f"Start it with backend 'gloo' or 'cpu:gloo,cuda:nccl', or use an accelerator."
         )
+    return World(device, owns_group=False)
+
+
+def _use(device: torch.device) -> None:
+    settle_at_exit()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+
+
+def same_timeout() -> AbstractContextManager[None]:
+    """Give the run's timeout to process groups that are made in the context; see [Note: one timeout]."""
+    return groups_with_timeout(group_timeout())
+
+
+def new_group(backend: str) -> dist.ProcessGroup:
+    """Make another group of all ranks, with a backend of its own; see [Note: one timeout]. Collective."""
+    return dist.new_group(backend=backend, timeout=group_timeout())
+
+
+def _in_background(work: Callable[[], T]) -> Callable[[], T]:
+    """Run `work` in a daemon thread; return a function that waits for its result, which a profiler sees as waiting."""
+    box: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            box.append(work())
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> T:
+        with marked(WAIT):
+            thread.join()
+        (result,) = box
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    return wait

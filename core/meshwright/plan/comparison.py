@@ -14,7 +14,8 @@ from ..base.errors import MeshwrightError, ModelError
 from ..base.validation import validated
 from ..events.step import StepResult
 from ..files.terminal import new_console
-from ..mesh.world import CONTROL_TAG, find_device
+from ..launch.open_world import find_device
+from ..mesh.world import CONTROL_TAG
 from ..objectives.registry import get_objective
 from ..strategy.contract import StrategyManager
 from ..strategy.hooks import hookimpl

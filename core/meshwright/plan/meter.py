@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._compat.planning import in_backward
 from .._compat.torch import UncompiledMode
-from ..launch.gloo_threads import settle
+from ..mesh.gloo_threads import settle
 from ..tensors.ops import is_on_meta, tensors_in
 from ..testing.collectives import NAMESPACES
 from ..testing.meter import Block, Meter, storage_of

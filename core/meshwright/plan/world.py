@@ -47,7 +47,7 @@ _TAKEN = ("output_tensors", "output_tensor", "output", "outputs")
 class PlannedWorld(World):
     """A world in which every rank has what this one has, and nothing is sent; see `planned_world`."""
 
-    is_planned = True
+    computes = False
 
     def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
         return [value * self.size for value in sums], list(highs)

@@ -108,7 +108,7 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
 def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
     import torch
 
-    from ..mesh.world import find_device
+    from ..launch.open_world import find_device
 
     if find_device(config.device).type == "cpu" or ranks <= torch.accelerator.device_count():
         return

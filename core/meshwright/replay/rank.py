@@ -15,9 +15,10 @@ from ..checkpoint import read_manifest
 from ..data import Place
 from ..events.step import StepResult
 from ..files.terminal import new_console
+from ..launch.open_world import open_world
 from ..launch.rank import signs_of_life
 from ..mesh.mesh import Mesh
-from ..mesh.world import World, open_world
+from ..mesh.world import World
 from ..strategy.contract import Batch, StrategyManager
 from ..train.assembly import begin_with_weights, loop_of, place_of
 from ..train.bad_steps import BAD_STEPS, BadSteps, Rewinds

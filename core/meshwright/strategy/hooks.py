@@ -8,7 +8,7 @@ Source: pluggy, https://pluggy.readthedocs.io.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pluggy
 
@@ -63,6 +63,11 @@ def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> M
 @hookspec
 def register_commands(app: typer.Typer) -> None:
     """Add subcommands to the `meshwright` command line. Called once, after the built-in commands."""
+
+
+@hookspec
+def register_launchers() -> list[Any]:  # type: ignore[empty-body]
+    """Return launchers (`meshwright.launch.claim.Launcher`), asked before the built-in ones. Must not import torch."""
 
 
 @hookspec

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..launch.gloo_threads import settle
+from ..mesh.gloo_threads import settle
 from ..tensors.ops import tensors_in
 from .meter import Meter, storage_of
 

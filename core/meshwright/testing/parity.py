@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..checkpoint import load_checkpoint, save_checkpoint
+from ..launch.open_world import open_world
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
-from ..mesh.world import open_world
 from ..step.agreement import count_tokens
 from ..strategy.contract import OptimizerFactory, StrategyManager
 from ..strategy.stack import resolve

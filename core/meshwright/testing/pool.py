@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import RankError
+from ..base.safe_path import protected_children
 from ..files.terminal import warn
-from ..launch.safe_path import protected_children
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..mesh.world import open_world
+    from ..launch.open_world import open_world
     from ._compat import forget_meshes, freeze
 
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..base.errors import BatchError
-from ..launch.stopping import StopSignals
+from ..base.stopping import StopSignals
 from ..step.agreement import defects_told
 from ..strategy.contract import Batch, Objective, StrategyManager
 from .batches import PassEnds, Passes, end_together

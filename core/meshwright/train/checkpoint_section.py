@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from ..base.stopping import StopName
 from ..base.validation import FrozenModel
 from ..files.writing import PathText
-from ..launch.stopping import StopName
 from ..mesh.sizes import Size
 from .optimizer_config import FinitePositive
 from .run_sections import HELD_OUT

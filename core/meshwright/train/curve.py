@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from ..base.safe_path import PYTHON
 from ..events.step import StepResult
 from ..files.writing import written_whole
-from ..launch.safe_path import PYTHON
 from ..strategy.hooks import hookimpl
 from .report import read_metrics, shown
 

@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.errors import MeshError, ModelError
 from ..base.validation import validated
 from ..files.terminal import warn
+from ..launch.open_world import open_world
 from ..mesh.given_mesh import as_mesh, degrees_of
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
-from ..mesh.world import World, open_world
+from ..mesh.world import World
 from ..model.adapter_base import Base
 from ..model.adapter_options import AdapterOptions, InjectedByOthers, adapt, adapter_options
 from ..model.build import as_dtype, new_model_on_meta

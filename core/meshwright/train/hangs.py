@@ -7,15 +7,14 @@ from pathlib import Path
 
 from ..events.run import Fault
 from ..files.writing import write_whole
-from ..launch.hang import Counts, Hang
-from ..launch.signs import Sign
+from ..mesh.progress import Counts, Hang, Sign
 from ..profile.faults import FaultFiles
 from ..profile.files import FAULTS
 from .journal import note
 
 
 class HangFiles:
-    """The witness of a run file's run on one rank; see `meshwright.launch.hang.Witness`.
+    """The witness of a run file's run on one rank; see `meshwright.mesh.progress.Witness`.
 
     Args:
         directory: of the run.

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.errors import BatchError, CheckpointError, TrainingError
+from ..base.stopping import Stopped, StopSignals
 from ..checkpoint.places import path_or_url
 from ..events.run import SavedCheckpoint
 from ..events.step import StepResult
-from ..launch.stopping import Stopped, StopSignals
 from ..profile.marks import marked
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager

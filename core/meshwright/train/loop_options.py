@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, ConfigError
+from ..base.stopping import StopSignals
 from ..checkpoint import Checkpointer, Manifest
 from ..checkpoint.extra import check_loop
 from ..checkpoint.values import decoded
 from ..events.run import RunInfo
 from ..events.step import StepResult
-from ..launch.stopping import StopSignals
 from ..memory.copier import Copier
 from ..strategy.contract import Batch, Objective
 from .bad_steps import BadStepConfig

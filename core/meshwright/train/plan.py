@@ -29,10 +29,9 @@ from ..data import (
     load_tokenizer,
     prepare,
 )
-from ..launch.drivers import missing_driver
+from ..launch.open_world import find_device, missing_driver
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
-from ..mesh.world import find_device
 from ..model.configuration import model_config
 from ..model.size import model_size
 from ..objectives.registry import get_objective

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..base.errors import TrainingError
+from ..base.stopping import Stopped
 from ..events.run import BadStep
 from ..events.step import StepResult
 from ..files.parsing import parse_json
 from ..files.terminal import new_console, warn
 from ..files.writing import write_whole
-from ..launch.stopping import Stopped
 from ..strategy.hooks import hookimpl
 from .files import SUMMARY
 from .lines import Lines

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from ..base.stopping import Stopped, StopSignals
 from ..checkpoint import Checkpointer
 from ..checkpoint.directory import move_aside
 from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..files.terminal import new_console
+from ..launch.open_world import open_world
 from ..launch.rank import signs_of_life
-from ..launch.stopping import Stopped, StopSignals
 from ..memory.keepers import Keepers
 from ..mesh.mesh import Mesh
-from ..mesh.world import World, open_world
+from ..mesh.world import World
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import StrategyManager
 from .assembly import begin_with_weights, loop_of

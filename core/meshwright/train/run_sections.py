@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..base.validation import FrozenModel
-from ..launch.progress import MOST_STEPS
+from ..mesh.progress import MOST_STEPS
 from ..mesh.sizes import Size
 from .optimizer_config import FinitePositive
 

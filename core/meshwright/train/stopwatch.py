@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .._compat.profiling import is_profiled
-from ..launch.progress import Progress
+from ..mesh.progress import Progress
 from ..profile.marks import marked
 
 ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..launch.progress import Progress
-from ..launch.signs import Sign
+from ..mesh.progress import Progress, Sign
 from .run_sections import StragglersConfig
 
 FROM = 3.5

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from ..base.errors import TrainingError
+from ..base.stopping import Stopped
 from ..events.run import BadStep, Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
 from ..events.step import StepResult
 from ..files.terminal import warn
-from ..launch.stopping import Stopped
 from ..mesh.mesh import Mesh
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import get_registry

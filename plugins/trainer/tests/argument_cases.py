@@ -285,7 +285,7 @@ def _made(
 
 
 def main(directory: str, mesh_json: str, which: str) -> None:
-    from meshwright.mesh.world import open_world
+    from meshwright.launch.open_world import open_world
 
     mesh, root = json.loads(mesh_json), Path(directory)
     torch.set_num_threads(1)

@@ -164,7 +164,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
 
 
 def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
-    from meshwright.mesh.world import open_world
+    from meshwright.launch.open_world import open_world
 
     mesh = json.loads(mesh_json)
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import torch
 import trainer_cases
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright_trainer import MeshTrainer
 
 

@@ -15,7 +15,7 @@ import transformers
 from datasets import IterableDataset
 from transformers import TrainingArguments
 
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright_trainer import MeshTrainer
 
 

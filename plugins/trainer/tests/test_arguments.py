@@ -26,7 +26,7 @@ from transformers.training_args import OptimizerNames
 
 import meshwright_trainer
 from meshwright.base.errors import ConfigError
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import get_registry
 from meshwright_trainer import MeshTrainer, MeshTrainerMixin
 from meshwright_trainer.arguments import NEVER_CALLED, REPLACED, check_arguments, known_arguments, layout_options

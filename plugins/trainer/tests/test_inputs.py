@@ -15,7 +15,7 @@ from test_trainers import ranks
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration, TrainingArguments
 
 from meshwright.base.errors import BatchError, ConfigError
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright_trainer import MeshTrainer, MeshTrainerMixin
 from meshwright_trainer.arguments import check_arguments
 

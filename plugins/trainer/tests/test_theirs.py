@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from meshwright.base.errors import CheckpointError, ModelError
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 from meshwright_trainer import MeshTrainer
 
 FOLDER = Path(__file__).parent

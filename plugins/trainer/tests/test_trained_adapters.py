@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import meshwright_trainer
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
 GRPO = {"num_generations": 4, "max_completion_length": 4, "beta": 0.5, "temperature": 1.0, "max_steps": 2}

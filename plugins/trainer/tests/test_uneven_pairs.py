@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from trainer_cases import in_float64, made
 
-from meshwright.mesh.world import open_world
+from meshwright.launch.open_world import open_world
 
 PAIRS = 5
 

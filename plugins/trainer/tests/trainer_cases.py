@@ -200,7 +200,7 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
-    from meshwright.mesh.world import open_world
+    from meshwright.launch.open_world import open_world
 
     mesh = json.loads(mesh_json)
     torch.set_num_threads(1)

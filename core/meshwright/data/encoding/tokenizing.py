@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...launch.cores import usable_cores
+from ...base.processes import usable_cores
 from ..config import FIELDS, DataConfig, SourceConfig
 from ..documents import Documents, mixed_column
 from ..reading.records import Record, theirs

@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import IO, Any
 
 from ...base.errors import DataError
+from ...base.safe_path import PYTHON
 from ...files.terminal import escape_messages
-from ...launch.safe_path import PYTHON
 
 _LENGTH = 8
 

@@ -1,4 +1,4 @@
-"""Whether a directory can hold the results of a run: what checkpoints and metrics need of a file system."""
+"""Check that a directory can hold the results of a run: what checkpoints and metrics need of a file system."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from .finding import Finding, failed
 
 _AREA = "directory"
 FREE = 10 * 2**30
-"""Bytes below which a checkpoint may not fit."""
+"""Bytes; a checkpoint may not fit into less."""
 WRITTEN = 64 * 2**20
-"""Bytes that are written to see how fast it is."""
+"""Bytes of the test file."""
 SLOW = 50e6
-"""Bytes a second below which a checkpoint takes long."""
+"""Bytes per second; below this a checkpoint takes long."""
 
 
 @contextmanager
 def workplace(directory: Path) -> Iterator[Path]:
-    """A directory of our own in it, which is removed at the end.
-
-    Raises:
-        OSError: none can be made.
-    """
+    """Make a temporary directory in it; raise OSError if that fails."""
     directory.mkdir(parents=True, exist_ok=True)
     own = directory / f".meshwright-doctor-{uuid.uuid4().hex[:12]}"
     own.mkdir()
@@ -40,7 +36,7 @@ def workplace(directory: Path) -> Iterator[Path]:
 
 
 def directory_findings(directory: Path) -> Iterator[Finding]:
-    """Of one rank; for others see `together`."""
+    """Check a directory as one rank; see `together` for several."""
     try:
         with workplace(directory) as own:
             yield Finding(_AREA, "writable", "ok", str(directory))
@@ -54,7 +50,7 @@ def directory_findings(directory: Path) -> Iterator[Finding]:
 
 
 def _renames(own: Path) -> Finding:
-    """As checkpoints and summaries appear under their names: a file over another, and a directory."""
+    """Rename a file over another, and a directory, as checkpoints and summaries are published."""
     new, old = own / "new", own / "old"
     new.write_text("new", encoding="utf-8")
     old.write_text("old", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""All that is looked at, alone or as the ranks of a launcher."""
+"""All checks, alone or as the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ...launch.local import launch
+from ...launch.open_world import open_world
 from ...launch.rank import guarded
-from ...mesh.world import open_world
 from ...strategy.registry import get_registry
-from ..first_run.machine import find_machine
+from ..first_run.answers import find_machine
 from .directory import directory_findings
 from .finding import Finding, failed
 from .machine import backend_findings, clock_findings, device_findings, limit_findings
@@ -24,11 +24,11 @@ from .software import plugin_findings, setting_findings, version_findings
 from .together import PATIENCE_S, findings_of, meet
 
 RANKS = 2
-"""That are started where no launcher has."""
+"""Started without a launcher."""
 
 
 def of_machine(directory: Path | None) -> Iterator[Finding]:
-    """What one process sees."""
+    """Run the checks of one process."""
     yield from version_findings()
     yield from plugin_findings(get_registry())
     yield from device_findings()
@@ -41,7 +41,7 @@ def of_machine(directory: Path | None) -> Iterator[Finding]:
 
 
 def of_local_ranks() -> Iterator[Finding]:
-    """Start two ranks on this machine and let them talk; on accelerators, too, where there are two."""
+    """Start two ranks on this machine and let them communicate; on accelerators, too, if there are two."""
     yield from _met("cpu")
     if torch.accelerator.device_count() >= RANKS:
         yield from _met(None)
@@ -63,10 +63,10 @@ def _met(device: str | None) -> Iterator[Finding]:
 
 
 def of_launched_ranks(directory: Path | None) -> tuple[int, list[Finding]]:
-    """Look at this machine and the others as a rank of a launcher's world; collective.
+    """Check this machine and the others as a rank of a launcher's world. Collective.
 
     Returns:
-        The exit code of the world's own failure, 0 where there was none; and what was found, on the first rank.
+        The exit code if the world failed, otherwise 0; and the findings, on the first rank.
     """
     found: list[Finding] = []
     code = guarded(_as_rank, (found, directory), timeout_s=PATIENCE_S)

@@ -13,16 +13,13 @@ State = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        area: such as "versions"; findings of one area are told together.
-        name: of the thing.
-        state: "warning": training works, perhaps not as well as it could.
-        said: what was found.
-        mend: how to mend it; empty where it is ok.
-        exit_code: what the command returns where this is wrong; as of the errors in `meshwright.base.errors`: 2 for
-            what the user can correct, 1 for what failed when it was tried.
+        area: such as "versions"; findings of one area are shown together.
+        state: with "warning", training works, perhaps not as well as it could.
+        mend: how to fix it; empty if ok.
+        exit_code: of the command if this is wrong: 2 for what the user can correct, 1 for what failed when tried.
     """
 
     area: str
@@ -34,24 +31,24 @@ class Finding:
 
 
 def failed(area: str, name: str, said: str, mend: str) -> Finding:
-    """Something that failed when it was tried."""
+    """Return a finding about something that failed when it was tried."""
     return Finding(area, name, "wrong", said, mend, RankError.exit_code)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 where nothing is wrong."""
+    """Return the exit code of the command; 0 if nothing is wrong."""
     return max((each.exit_code for each in findings if each.state == "wrong"), default=0)
 
 
 def as_plain(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Values of JSON."""
+    """Return values for JSON."""
     found = list(findings)
     rows = [{name: value for name, value in asdict(each).items() if name != "exit_code"} for each in found]
     return {"exit_code": exit_code(found), "findings": rows}
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
-    """A line for each finding, below its area, and one for how to mend it."""
+    """Return a line for each finding, below its area, and one for how to fix it."""
     found = list(findings)
     lines: list[str] = []
     for area in dict.fromkeys(each.area for each in found):

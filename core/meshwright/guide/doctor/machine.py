@@ -1,4 +1,4 @@
-"""Devices, limits, backends and clocks of this machine. Imports torch."""
+"""Devices, limits, backends and clocks of this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...launch.cores import usable_cores
+from ...base.processes import usable_cores
 from .finding import Finding
 
 _DEVICES, _LIMITS, _BACKENDS, _CLOCKS = "devices", "limits", "backends", "clocks"
 FILES = 4096
-"""Open files of a process that reads many shards, and has a connection to each peer."""
+"""Open files of a process that reads many shards and is connected to each peer."""
 SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm with which NCCL and loaders get along."""
+"""Bytes of /dev/shm that suffice for NCCL and loaders."""
 _DRIVER = Path("/proc/driver/nvidia/version")
-_STILL_S = 0.05
-"""For which clocks are compared."""
-_DRIFT = 0.2
-_DAY_S = 86_400.0
+_STILL_S, _DRIFT, _DAY_S = 0.05, 0.2, 86_400.0
 
 
 def device_findings() -> Iterator[Finding]:
@@ -67,7 +64,7 @@ def limit_findings() -> Iterator[Finding]:
 
 
 def backend_findings() -> Iterator[Finding]:
-    """What ranks can talk over."""
+    """Backends of process groups."""
     if dist.is_available() and dist.is_gloo_available():
         yield Finding(_BACKENDS, "gloo", "ok", "available")
     else:
@@ -85,7 +82,7 @@ def backend_findings() -> Iterator[Finding]:
 
 
 def clock_findings() -> Iterator[Finding]:
-    """Whether this machine's clocks agree with each other, and with the files that are installed."""
+    """Compare this machine's clocks with each other, and with the dates of installed files."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(_STILL_S)
     passed, waited = time.time() - wall, time.monotonic() - steady

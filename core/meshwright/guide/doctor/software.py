@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ...launch.cores import usable_cores
+from ...base.processes import usable_cores
 from ...strategy.registry import Registry
 from .finding import Finding
 
@@ -21,12 +21,12 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def version_findings() -> Iterator[Finding]:
-    """Python, and what each of our distributions needs."""
+    """Check Python and the requirements of each of our distributions."""
     ours = {found.name: found for found in distributions() if found.name and found.name.split("-")[0] == OURS}
     yield from _python(ours)
     for name, found in sorted(ours.items()):
         yield Finding(_VERSIONS, name, "ok", found.version)
-    # What several need in several ranges is told for each.
+    # A package that is needed in several ranges is checked for each.
     for needed, extra in dict.fromkeys(each for found in ours.values() for each in _needs(found)):
         yield from _needed(Requirement(needed), extra)
 
@@ -42,7 +42,7 @@ def _python(ours: Mapping[str, Distribution]) -> Iterator[Finding]:
 
 
 def _needs(found: Distribution) -> Iterator[tuple[str, bool]]:
-    """Requirements, markers that hold here left out, and whether each is of an extra."""
+    """Requirements that apply here, and whether each is of an extra."""
     for text in found.requires or ():
         needed = Requirement(text)
         if needed.name.split("-")[0] == OURS:
@@ -77,7 +77,7 @@ def _needed(needed: Requirement, of_extra: bool) -> Iterator[Finding]:
 
 
 def plugin_findings(registry: Registry) -> Iterator[Finding]:
-    """Strategies, and what is broken."""
+    """List the strategies, and what is broken."""
     yield Finding(_PLUGINS, "strategies", "ok", ", ".join(registry.strategies))
     for failure in registry.failures:
         name = failure.strategy or failure.plugin
@@ -87,11 +87,7 @@ def plugin_findings(registry: Registry) -> Iterator[Finding]:
 
 
 def setting_findings(environment: Mapping[str, str], ranks: int) -> Iterator[Finding]:
-    """Variables that change how ranks run.
-
-    Args:
-        ranks: that this machine would start.
-    """
+    """Check variables that change how ranks run; `ranks` is how many this machine would start."""
     yield _threads(environment, ranks)
     offline = [f"{name}={environment[name]}" for name in _OFFLINE if environment.get(name)]
     cache = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")

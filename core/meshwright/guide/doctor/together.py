@@ -1,5 +1,4 @@
-"""What only several ranks can see: that they meet, how fast they talk, whose clock is off, what they all see of a
-directory. Collective."""
+"""Checks that need several ranks: versions, links, clocks, and a shared directory. Collective."""
 
 from __future__ import annotations
 
@@ -18,37 +17,37 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from ...base.version import __version__
-from ...launch.gloo_threads import settle
-from ...mesh.world import World, open_world
+from ...launch.open_world import open_world
+from ...mesh.gloo_threads import settle
+from ...mesh.world import World
 from .directory import workplace
 from .finding import Finding, failed
 
 MESSAGE = 16 * 2**20
-"""Bytes of the all-reduce that is timed."""
+"""Bytes of the timed all-reduce."""
 TIMES = 5
 PATIENCE_S = 60.0
-"""For which a rank waits for others."""
+"""How long a rank waits for others."""
 SKEW_S = 1.0
-"""By which clocks may differ: metrics and times of checkpoints are compared over nodes by them."""
+"""By how much clocks may differ: metrics and checkpoints of nodes are compared by their times."""
 VISIBLE_S = 10.0
-"""Within which a file has to be seen by all nodes."""
+"""Time for a new file to be visible on all nodes."""
 _LINKS, _CLOCKS, _DIRECTORY, _RANKS = "links", "clocks", "directory", "ranks"
 _ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank is."""
+    """One rank; `leads` says whether it is the first of its node."""
 
     rank: int
     host: str
     leads: bool
-    """Whether it is the first of its node."""
     versions: str
 
 
 def meet(store: dist.Store | None, result: str, directory: str | None, device: str | None) -> None:
-    """One rank's part. What was found is written to `result` by the first rank, as JSON."""
+    """Run one rank's part; the first rank writes the findings to `result` as JSON."""
     with open_world(device, store=store, timeout_s=PATIENCE_S) as world:
         found = list(findings_of(world, None if directory is None else Path(directory)))
         if world.rank == 0:
@@ -57,7 +56,7 @@ def meet(store: dist.Store | None, result: str, directory: str | None, device: s
 
 
 def findings_of(world: World, directory: Path | None) -> Iterator[Finding]:
-    """The same number on each rank; those of the first one count."""
+    """Yield the same number of findings on each rank; those of the first rank count."""
     ranks = _ranks(world)
     yield _alike(ranks)
     yield _link(world, torch.device("cpu"))
@@ -77,7 +76,6 @@ def _ranks(world: World) -> list[Rank]:
 
 
 def _gathered(world: World, value: Any) -> list[Any]:
-    """What each rank has, on all of them."""
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, value, group=world.group)
     return found
@@ -94,7 +92,7 @@ def _alike(ranks: Sequence[Rank]) -> Finding:
 
 
 def _link(world: World, device: torch.device) -> Finding:
-    """The time of an all-reduce, of the best of some."""
+    """Time an all-reduce; the best of some counts."""
     name = "gloo" if device.type == "cpu" else str(dist.get_backend_config()).rpartition(":")[2]
     values = torch.ones(MESSAGE // 4, dtype=torch.float32, device=device)
     seconds = []
@@ -118,7 +116,7 @@ def _link(world: World, device: torch.device) -> Finding:
 
 
 def _skew(world: World, leaders: Sequence[Rank]) -> Finding:
-    """By how much the clocks of nodes are off from that of the first: half a round trip is what is not known.
+    """Measure the clocks of nodes against that of the first, up to half a round trip.
 
     Source: Mills 1991, "Internet time synchronization: the network time protocol".
     """
@@ -149,7 +147,7 @@ def _skew(world: World, leaders: Sequence[Rank]) -> Finding:
 
 
 def _seen_by_all(world: World, directory: Path, leaders: Sequence[Rank]) -> Iterator[Finding]:
-    """What the first rank writes and locks there is looked at by one rank of each other node."""
+    """The first rank writes and locks a file, and one rank of each other node looks at it."""
     leads = any(each.rank == world.rank for each in leaders[1:])
     if world.rank == 0:
         with workplace(directory) as own:
@@ -177,7 +175,7 @@ def _seen_by_all(world: World, directory: Path, leaders: Sequence[Rank]) -> Iter
 
 
 def _look(own: Path) -> tuple[bool, bool]:
-    """Whether the first rank's file is seen here, and its lock is."""
+    """Whether the first rank's file is visible here, and its lock holds."""
     until = time.monotonic() + VISIBLE_S
     while not (own / "file").is_file():
         if time.monotonic() > until:

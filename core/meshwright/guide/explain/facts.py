@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...base.errors import MeshwrightError
@@ -15,8 +16,8 @@ from ...plan.job import job_of
 from ...plan.trace import Job
 from ...train.fate import Fate, check_output
 from ...train.run_file import RunConfig
+from ...train.schedules import build_scheduler
 from .holdings import Division, Held, division, whole_bytes
-from .rates import rates_at
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,11 @@ class Facts:
     """What sentences are made of.
 
     Attributes:
-        parameters, trainable: of the whole model.
-        held: by rank that was planned: parameters, gradients and optimizer state.
-        plan: see `meshwright.plan.planned.plan`; None: the run cannot be planned.
-        why_not: the reason then.
-        rates: learning rates by step; None: how many steps there are is not known.
-        fate: what becomes of the output directory; None: the run is refused for what is there.
-        refusal: the reason then.
+        parameters, trainable: number of parameters of the whole model.
+        held: by planned rank: parameters, gradients and optimizer state.
+        plan: see `meshwright.plan.planned.plan`; None if the run cannot be planned, for the reason `why_not`.
+        rates: learning rates by step; None: the number of steps is unknown.
+        fate: what becomes of the output directory; None if the run is refused for it, for the reason `refusal`.
     """
 
     config: RunConfig
@@ -78,7 +77,7 @@ def facts_of(config: RunConfig, world_size: int) -> Facts:
         held=held,
         plan=plan,
         why_not=why_not,
-        rates=rates_at(config),
+        rates=_rates(config),
         fate=fate,
         refusal=refusal,
     )
@@ -92,7 +91,6 @@ def _held(
     trained: Sequence[nn.Parameter],
 ) -> dict[int, dict[str, Held]]:
     axes = [axis for axis in ROOT_AXES if getattr(degrees, axis) > 1]
-
     state = round(found.optimizer_bytes * sum(each.numel() for each in trained))
 
     def held(size: int, of: int, along: tuple[str, ...]) -> Held:
@@ -106,3 +104,15 @@ def _held(
         }
         for each in plan["ranks"]
     }
+
+
+def _rates(config: RunConfig) -> dict[int, float] | None:
+    """Rates of the main group at the first step, after the warm-up, in the middle and at the end, by step from 1."""
+    steps = config.steps
+    if steps is None:
+        return None
+    schedule = config.schedule.over(steps)
+    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optimizer.lr)
+    (factor,) = build_scheduler(schedule, stand_in, steps).lr_lambdas
+    wanted = sorted({1, min(steps, schedule.warmup_steps + 1), (steps + 1) // 2, steps})
+    return {step: config.optimizer.lr * factor(step - 1) for step in wanted}

@@ -1,8 +1,8 @@
 """Along which axes of the mesh parameters, gradients and optimizer state are divided, seen on planned ranks.
 
-[Note: seen, not told] A rank and its neighbour along an axis have other pieces of the whole exactly where the strategy
-divides it along that axis. So a small model is laid out on a planned world for rank 0 and for the last one along each
-axis, and their pieces are compared: no strategy is asked, and none can say what it does not do.
+[Note: seen, not told] A rank and its neighbour along an axis hold different pieces exactly where the strategy divides
+along that axis. So a small model is laid out on a planned world for rank 0 and for the last rank along each axis, and
+their pieces are compared. The strategy is not asked.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...base.errors import MeshwrightError
 from ...mesh.sizes import ROOT_AXES, Degrees
 from ...plan.planned import planned_mesh
 from ...plan.trace import Job, NoValues
-from ...strategy.contract import Batch
 from ...tensors.ops import with_values
 from ...tensors.pieces import Sharded
 
 FEW = 2
-"""Blocks of the small model, for each stage."""
+"""Blocks of the small model in each stage."""
 _NEARLY = 0.12
-"""By how much more a rank may hold than its share: padding, and what is too small to be divided."""
+"""How much more than its share a rank may hold: padding, and what is too small to be divided."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Which part of something a rank has.
+    """The part of something that a rank holds.
 
     Attributes:
-        bytes: that it takes.
-        of_bytes: that the whole takes; 0: not known.
+        bytes: of the part.
+        of_bytes: of the whole; 0: unknown.
         axes: along which it is divided.
-        copies: axes along which ranks have the same.
+        copies: axes along which ranks hold the same.
     """
 
     bytes: int
@@ -46,7 +46,7 @@ class Held:
     copies: tuple[str, ...]
 
     def part(self, degrees: Degrees) -> Fraction | None:
-        """1, or one over the degrees of the axes, where that is what it takes; None where it is not."""
+        """Return 1, or one over the degrees of the axes, if the bytes are about that part; None otherwise."""
         if not self.of_bytes:
             return None
         share = self.bytes / self.of_bytes
@@ -58,12 +58,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Division:
-    """What is divided, and how much optimizer state there is.
-
-    Attributes:
-        parameters, optimizer: axes along which ranks have other pieces.
-        optimizer_bytes: of the whole state, of each element that is trained.
-    """
+    """Axes along which parameters and optimizer state are divided, and bytes of the state per trained element."""
 
     parameters: tuple[str, ...]
     optimizer: tuple[str, ...]
@@ -76,42 +71,25 @@ def division(job: Job) -> Division:
     Raises:
         MeshwrightError: as training does.
     """
-    small = _small(job)
-    try:
-        return _compared(small)
-    except MeshwrightError:
-        # A schedule may want more blocks.
-        if small is job:
-            raise
-        return _compared(job)
-
-
-def _small(job: Job) -> Job:
-    blocks = FEW * job.degrees.pp
-    if job.with_layers is None or job.layers <= blocks:
-        return job
-    make = job.with_layers
-    return replace(job, model=lambda: make(blocks), layers=blocks)
+    blocks, make = FEW * job.degrees.pp, job.with_layers
+    if make is not None and job.layers > blocks:
+        try:
+            return _compared(replace(job, model=lambda: make(blocks), layers=blocks))
+        except MeshwrightError:
+            # A schedule may want more blocks.
+            pass
+    return _compared(job)
 
 
 def _compared(job: Job) -> Division:
     axes = [axis for axis in ROOT_AXES if getattr(job.degrees, axis) > 1]
-    first = _seen(job, 0)
+    parameters, optimizer, optimizer_bytes = _seen(job, 0)
     others = {axis: _seen(job, _last_along(axis, job.degrees)) for axis in axes}
     return Division(
-        parameters=tuple(axis for axis in axes if others[axis].parameters != first.parameters),
-        optimizer=tuple(axis for axis in axes if others[axis].optimizer != first.optimizer),
-        optimizer_bytes=first.optimizer_bytes,
+        tuple(axis for axis in axes if others[axis][0] != parameters),
+        tuple(axis for axis in axes if others[axis][1] != optimizer),
+        optimizer_bytes,
     )
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Rectangles that a rank has, by name; and of the state of these names, bytes of an element."""
-
-    parameters: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    optimizer_bytes: float
 
 
 def _last_along(axis: str, degrees: Degrees) -> int:
@@ -121,12 +99,14 @@ def _last_along(axis: str, degrees: Degrees) -> int:
     return rank
 
 
-def _seen(job: Job, rank: int) -> _Seen:
-    """What a rank has after a step."""
+def _seen(job: Job, rank: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Rectangles of parameters and of optimizer state that a rank holds after a step, and bytes of an element of it."""
     with planned_mesh(job, rank) as mesh:
         with with_values():
             model = job.model()
-            batches = [_batch(job, model)]
+            vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
+            ids = torch.arange(job.rows * job.length).view(job.rows, job.length) % vocabulary
+            batches = [{"input_ids": ids, "labels": ids.clone()}]
             manager = job.stack.build(mesh)
         manager.parallelize(model, NoValues())
         del model
@@ -140,7 +120,7 @@ def _seen(job: Job, rank: int) -> _Seen:
         size = sum(
             math.prod(each.shape) * each.dtype.itemsize for values in optimizer.values() for each in values.values()
         )
-        return _Seen(
+        return (
             _rectangles(state.model),
             {name: _rectangles(values) for name, values in optimizer.items()},
             size / elements if elements else 0.0,
@@ -151,14 +131,6 @@ def _rectangles(values: Mapping[str, Sharded]) -> dict[str, Any]:
     return {name: sorted((piece.offsets, piece.sizes) for piece in value.pieces) for name, value in values.items()}
 
 
-def _batch(job: Job, model: nn.Module) -> Batch:
-    import torch
-
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
-    ids = torch.arange(job.rows * job.length).view(job.rows, job.length) % vocabulary
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 def whole_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """What parameters take, each once."""
+    """Return the bytes of parameters, counting each once."""
     return sum(each.numel() * each.element_size() for each in {id(each): each for each in parameters}.values())

@@ -1,9 +1,8 @@
-"""Sentences of what is known of a run, in sections."""
+"""Sentences about a run, in sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ AXES = {
     "tp": "compute parts of the same layers on the same sequences",
     "ep": "have different experts of each layer",
 }
-"""What ranks along an axis do; see [Note: axis, dim, degree] in `meshwright.mesh.sizes`."""
+"""What ranks along an axis do."""
 PHASES = {
     "forward": "in the forward passes, and around them",
     "backward": "in the backward passes",
@@ -42,30 +41,24 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Section:
-    title: str
-    lines: Sequence[str]
-
-
-def told(facts: Facts) -> list[Section]:
-    """All that is to be said of a run."""
-    sections = [
-        Section("What runs", list(_what(facts))),
-        Section("Who holds what, of each rank", list(_holdings(facts))),
-        Section("What is sent in a step, of each rank", list(_traffic(facts))),
-        Section("A step", list(_step(facts))),
-        Section("The data", list(_data(facts))),
-        Section("The learning rate", list(_rates(facts))),
-        Section("Evaluation", list(_evaluation(facts))),
-        Section("Checkpoints, signals, and going on", list(_checkpoints(facts))),
-        Section("What is written down", list(_written(facts))),
-    ]
-    return [section for section in sections if section.lines]
+def sections_of(facts: Facts) -> dict[str, list[str]]:
+    """Return the lines of each section by its title."""
+    sections = {
+        "What runs": _what(facts),
+        "Who holds what, of each rank": _holdings(facts),
+        "What is sent in a step, of each rank": _traffic(facts),
+        "A step": _step(facts),
+        "The data": _data(facts),
+        "The learning rate": _rates(facts),
+        "Evaluation": _evaluation(facts),
+        "Checkpoints, signals, and going on": _checkpoints(facts),
+        "What is written down": _written(facts),
+    }
+    return {title: lines for title, text in sections.items() if (lines := list(text))}
 
 
 def size_text(size: float) -> str:
-    """Bytes in a unit that fits them."""
+    """Return bytes in a unit that fits them."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -83,7 +76,7 @@ def _what(facts: Facts) -> Iterator[str]:
 
 
 def _by_ranks(lines: Mapping[int, Sequence[str]]) -> Iterator[str]:
-    """Lines of ranks that were planned, those of equal ones once."""
+    """Lines of planned ranks, those of equal ranks once."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, those in lines.items():
         alike.setdefault(tuple(those), []).append(rank)
@@ -99,16 +92,14 @@ def _holdings(facts: Facts) -> Iterator[str]:
     yield from _by_ranks({each["rank"]: list(_holdings_of(each, facts)) for each in facts.plan["ranks"]})
     fits = "which fits" if facts.plan["fits"] else "which DOES NOT FIT"
     has = size_text(facts.plan["memory_bytes"])
-    yield (
-        f"The most that is reserved is {size_text(facts.plan['peak_reserved_bytes'])}, {fits} into the {has} of "
-        f"{facts.plan['device']}."
-    )
+    most = size_text(facts.plan["peak_reserved_bytes"])
+    yield f"The most that is reserved is {most}, {fits} into the {has} of {facts.plan['device']}."
 
 
 def _holdings_of(report: Mapping[str, Any], facts: Facts) -> Iterator[str]:
     held = facts.held[report["rank"]]
     yield f"parameters: {_part(held['parameters'], facts)}."
-    # Where they lie in what is communicated, they are no memory of their own.
+    # Gradients inside communication buffers take no memory of their own.
     if held["gradients"].bytes:
         yield f"gradients: at most {_part(held['gradients'], facts)}."
     if held["optimizer"].bytes:
@@ -119,7 +110,6 @@ def _holdings_of(report: Mapping[str, Any], facts: Facts) -> Iterator[str]:
 
 
 def _part(held: Held, facts: Facts) -> str:
-    """How much, which part of the whole that is, and who else has the same."""
     part = held.part(facts.degrees)
     text = size_text(held.bytes)
     if part == 1:

@@ -1,7 +1,9 @@
-"""The five answers that a run file is made of, checked as far as that is possible without torch."""
+"""The five answers that a run file is made of, checked as far as possible without torch."""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...base.errors import ConfigError, DataError, ModelError, nearest
+from ...base.processes import usable_cores
 from ...base.validation import validated
 from ...data.config import STDLIB, SourceConfig
 from ...data.reading.opening import kind_of
@@ -19,35 +22,43 @@ from ...strategy.registry import Registry
 Format = Literal["text", "messages", "prompt_completion"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 NEW = "new"
-"""In the place of a model's path: a small one that begins with new weights."""
-NEW_PARAMETERS = 1_000_000
-"""Of that, about."""
-NEW_POSITIONS = 256
+"""Instead of a model's path: a small model with new weights."""
+NEW_PARAMETERS, NEW_POSITIONS = 1_000_000, 256
 STEPS = 300
-POSITIONS = 1024
-"""Tokens of a sequence of a model that holds more."""
-_POSITIONS_ON_CPU = 256
+POSITIONS, _POSITIONS_ON_CPU = 1024, 256
+"""Longest sequence in tokens, if the model holds more."""
 _BYTES = {"float32": 4, "float64": 8}
-"""Of a weight in a file; 2 for the others in which models are kept."""
+"""Of a weight in a file; 2 for other dtypes."""
 _STATE_BYTES = 16
 """Of a parameter that AdamW trains in float32: itself, its gradient and two averages."""
 _SHARE = 0.6
-"""Of a device's memory, which training state may take before activations have no room."""
+"""Largest share of a device's memory for training state, so that activations have room."""
+RANKS_ON_CPU = 4
+"""At most: each is a process with a copy of torch."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run would be on.
-
-    Attributes:
-        device: "cpu", or the kind of the accelerators.
-        count: of accelerators; on a CPU the ranks that its cores serve well.
-        memory_bytes: of one accelerator; on a CPU the share of each rank.
-    """
+    """This machine: its accelerators, or on a CPU the ranks that its cores serve well, with their share of memory."""
 
     device: str
     count: int
     memory_bytes: int
+
+
+@functools.cache
+def find_machine() -> Machine:
+    """Look at this machine. Imports torch."""
+    import torch
+
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        return Machine(kind.type if kind is not None else "cpu", count, memory)
+    ranks = min(RANKS_ON_CPU, usable_cores())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine("cpu", ranks, memory // ranks)
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,11 @@ class Answers:
     """What a first run is to be.
 
     Attributes:
-        model: a directory of Hugging Face or a hub id; None: a small model with new weights.
+        model: a Hugging Face directory or a hub id; None: a small model with new weights.
         data: globs of files; or `STDLIB`.
-        format: what the files hold.
+        format: of the files.
         is_adapter: train a LoRA adapter instead of the model.
-        ranks: of this machine.
-        strategy: its name.
-        steps, epochs: one of them; the other is None.
+        steps, epochs: one of them is None.
     """
 
     model: str | None
@@ -101,17 +110,13 @@ def check_model(model: str | None, *, is_adapter: bool) -> None:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a text has the form of the name of a model on the hub."""
+    """Return whether a text has the form owner/name."""
     owner, slash, name = model.partition("/")
     return bool(slash and owner and name) and "/" not in name and owner[0] not in "./~"
 
 
 def format_named(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the format of that name; raise ConfigError if there is none."""
     for format in FORMATS:
         if format == name:
             return format
@@ -119,11 +124,11 @@ def format_named(name: str) -> Format:
 
 
 def check_data(places: Sequence[str], format: Format, model: str | None) -> None:
-    """Look at the files.
+    """Check the files.
 
     Raises:
         ConfigError: a new model has no tokenizer for the format.
-        DataError: a glob matches nothing, files are of a kind that is not read, or there is but one document.
+        DataError: a glob matches nothing, files are of an unknown kind, or there is only one document.
     """
     if model is None and format != "text":
         raise ConfigError(
@@ -140,7 +145,7 @@ def check_data(places: Sequence[str], format: Format, model: str | None) -> None
 
 
 def format_of(places: Sequence[str]) -> Format:
-    """What files seem to hold, by the fields of the first object of a .jsonl file; "text" where nothing is known."""
+    """Guess the format of files from the fields of the first object of a .jsonl file; "text" if nothing is known."""
     if STDLIB in places:
         return "text"
     found = find_source(validated(SourceConfig, {"files": list(places)}, where="--data"))
@@ -164,12 +169,12 @@ def _first_fields(path: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Known:
-    """What the files of a model tell.
+    """What the files of a model tell; None: unknown.
 
     Attributes:
-        positions: tokens that it holds; None: not told.
-        parameters: how many; None: not told.
-        has_template: whether its tokenizer has a chat template; None: not told.
+        positions: longest sequence in tokens.
+        parameters: their number.
+        has_template: whether its tokenizer has a chat template.
     """
 
     positions: int | None = None
@@ -178,11 +183,7 @@ class Known:
 
 
 def known_of(model: str | None) -> Known:
-    """What is known of a model without reading its weights.
-
-    Raises:
-        ModelError: its config.json cannot be read.
-    """
+    """Look at a model without reading its weights; raise ModelError if its config.json cannot be read."""
     if model is None:
         return Known(positions=NEW_POSITIONS, parameters=NEW_PARAMETERS)
     directory = Path(model).expanduser()
@@ -209,21 +210,21 @@ def _has_template(directory: Path) -> bool:
     try:
         options: dict[str, Any] = read_json_object(directory / "tokenizer_config.json")
     except (OSError, ValueError):
-        # Whether it is a tokenizer at all is said by what loads it.
+        # Whether it is a tokenizer at all is checked when it is loaded.
         return False
     return bool(options.get("chat_template"))
 
 
 def seq_len_of(known: Known, device: str) -> int:
-    """Tokens of a sequence."""
+    """Return the length of a sequence in tokens."""
     most = _POSITIONS_ON_CPU if device == "cpu" else POSITIONS
     return min(most, known.positions or most)
 
 
 def recommended(known: Known, machine: Machine, ranks: int, registry: Registry, *, is_adapter: bool) -> str:
-    """The strategy for so many ranks; see "Which strategy" in README.md.
+    """Return the strategy for so many ranks; see "Which strategy" in README.md.
 
-    One device: `single`. Several: `ddp` where a device holds the whole training state, else `fsdp2`; of what is not
+    One device: `single`. Several: `ddp` if a device holds the whole training state, else `fsdp2`; if that is not
     installed, the other.
     """
     if ranks == 1:

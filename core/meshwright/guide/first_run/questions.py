@@ -1,4 +1,4 @@
-"""The five questions, asked at a terminal; what flags have answered is not asked."""
+"""The five questions, asked at a terminal; those that flags have answered are not asked."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>steps?|epochs?)?")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What flags have answered; None: not answered.
-
-    Attributes:
-        model: as in `Answers`, or `NEW`.
-    """
+    """Answers that flags have given; None: not given. The model may also be `NEW`."""
 
     model: str | None = None
     data: tuple[str, ...] | None = None
@@ -53,14 +49,10 @@ class Wishes:
 
 
 def answered(wishes: Wishes, find_machine: Callable[[], Machine], registry: Registry, ask: Console | None) -> Answers:
-    """The answers: flags first, then what is asked, then defaults.
-
-    Args:
-        find_machine: called when it matters.
-        ask: where to ask what is not answered; None: defaults are taken.
+    """Return the answers: from flags, else from questions on the console `ask`, if given, else defaults.
 
     Raises:
-        MeshwrightError: an answer is of no use here.
+        MeshwrightError: an answer cannot be used.
     """
     if wishes.steps is not None and wishes.epochs is not None:
         raise ConfigError(f"--steps={wishes.steps} and --epochs={wishes.epochs:g} are two lengths. Leave one out.")
@@ -89,7 +81,7 @@ def _format(wishes: Wishes, data: Sequence[str]) -> Format:
 
 
 def _asked_before(wishes: Wishes, ask: Console) -> Wishes:
-    """With answers to the questions that need no look at the machine."""
+    """Add answers to the questions that do not depend on the machine."""
     if wishes.model is None:
         model = _until(
             lambda: Prompt.ask(
@@ -125,7 +117,6 @@ def _asked_before(wishes: Wishes, ask: Console) -> Wishes:
 
 
 def _layout(wishes: Wishes, machine: Machine, known: Known, registry: Registry, ask: Console | None) -> tuple[int, str]:
-    """Ranks and strategy."""
     ranks = wishes.ranks
     if ranks is None and ask is not None:
         told = f"4. On how many ranks? [dim]found: {machine.count} of kind {machine.device}[/]"
@@ -151,11 +142,7 @@ def _ask_length(wishes: Wishes, ask: Console) -> Wishes:
 
 
 def length_of(text: str) -> tuple[int | None, float | None]:
-    """Steps or epochs that a text names; a number alone is one of steps.
-
-    Raises:
-        ConfigError: it names neither.
-    """
+    """Parse a number of steps, which may have no unit, or of epochs; raise ConfigError if it is neither."""
     found = _LENGTH.fullmatch(text.strip().lower())
     number = float(found["number"]) if found else 0.0
     is_epochs = bool(found and (found["unit"] or "").startswith("epoch"))
@@ -165,7 +152,7 @@ def length_of(text: str) -> tuple[int | None, float | None]:
 
 
 def _until(ask: Callable[[], T], check: Callable[[T], object], console: Console) -> T:
-    """Ask until the answer passes the check; what is wrong with others is told."""
+    """Ask until the answer passes the check; show what is wrong with others."""
     while True:
         answer = ask()
         try:

@@ -1,4 +1,4 @@
-"""The text of a run file: each value with a word on what it does, and what else there is."""
+"""The text of a run file, with a comment on each part."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from ...files.parsing import parse_yaml
 from .answers import NEW_POSITIONS, Answers, Known, Machine, is_hub_id, seq_len_of
 
 MICRO_BATCH = 4
-"""Sequences of a forward pass."""
 BATCH = 16
-"""Sequences of a step, at least."""
+"""At least."""
 _WIDTH = 100
 _PLAIN = re.compile(r"\w[\w./*-]*", re.ASCII)
 TEMPLATE = """\
@@ -33,15 +32,11 @@ TEMPLATE = """\
 {{- 'Answer:' }}
 {%- endif %}
 """
-"""For a tokenizer that has no chat template of its own, nor tokens for turns."""
+"""For a tokenizer without a chat template and without tokens for turns."""
 
 
 def run_file_text(answers: Answers, known: Known, machine: Machine, *, name: str) -> str:
-    """A whole run file.
-
-    Args:
-        name: of the file, as it will be written.
-    """
+    """Return a whole run file, to be written as `name`."""
     parts = (
         _comment(
             f"A run of meshwright. Train it: meshwright train {name}. What it will do, in words: meshwright explain "
@@ -63,7 +58,6 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def _value(value: str | list[str]) -> str:
-    """A text, or a list of texts, as YAML in one line."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and parse_yaml(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Write a run file that is known to be one."""
+"""Check a run file and write it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from .text import run_file_text
 
 
 def check_place(file: Path, *, overwrite: bool) -> None:
-    """Refuse to write where something is, or nothing can be.
-
-    Raises:
-        ConfigError: says so.
-    """
+    """Raise ConfigError if the file is a directory, or exists and may not be overwritten."""
     if file.is_dir():
         raise ConfigError(f"{file} is a directory. Name a file, such as {file / 'run.yaml'}.")
     if file.exists() and not overwrite:
@@ -27,10 +23,10 @@ def check_place(file: Path, *, overwrite: bool) -> None:
 
 
 def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine, *, overwrite: bool) -> RunConfig:
-    """Write the run file, after what it says has been checked.
+    """Check the run file and write it.
 
     Raises:
-        MeshwrightError: it would be no run file, or its layout would be refused; nothing is written then.
+        MeshwrightError: it is not valid, or its layout would be refused; nothing is written.
     """
     text = run_file_text(answers, known, machine, name=str(file))
     config = validated(RunConfig, parse_yaml(text), where=str(file))
@@ -38,7 +34,7 @@ def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine,
     check_model(config)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # "x": what has appeared there meanwhile is left as it is.
+        # "x": a file that has appeared meanwhile is kept.
         with file.open("w" if overwrite else "x", encoding="utf-8") as opened:
             opened.write(text)
     except OSError as error:

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ...base.errors import ConfigError, MeshError
+from ...base.processes import usable_cores
 from ...base.validation import validated
 from ...files.parsing import as_yaml
-from ...launch.cores import usable_cores
 from ...launch.environment import started_by_launcher
 from ...launch.local import launch
+from ...launch.open_world import find_device, open_world
 from ...launch.rank import guarded
-from ...mesh.world import World, find_device, open_world
+from ...mesh.world import World
 from ..device import Device, Node, devices
 from ..device import find_device as find_file
 from . import measure

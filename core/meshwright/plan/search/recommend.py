@@ -16,8 +16,8 @@ import yaml
 from rich.table import Table
 
 from ...base.errors import ConfigError, TrainingError
+from ...base.processes import usable_cores
 from ...base.validation import validated
-from ...launch.cores import usable_cores
 from ...launch.local import warm_up
 from ...model.size import model_size
 from ...parallel.expert.find import find_experts

@@ -159,7 +159,7 @@ class FSDP2Manager(DataParallelManager):
     def _compile(self, model: nn.Module) -> None:
         if self.config.enable_compile:
             experts = self.expert_parallel.names if self.expert_parallel is not None else ()
-            if not self.mesh.world.is_planned:
+            if self.mesh.world.computes:
                 compile_blocks(model, self.layout, device=self.mesh.device, leave=experts)
             if self.tensor_parallel is not None:
                 # Outside of what is traced: compiled code sees plain tensors.

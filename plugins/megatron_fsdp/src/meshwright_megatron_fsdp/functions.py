@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from meshwright.base.errors import ConfigError, MeshError, StrategyError
 from meshwright.base.validation import validated
 from meshwright.files.terminal import warn
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import open_world
 
 from ._compat.cpu_torch import hold_cpu_torch
 from .config import MegatronFSDPConfig

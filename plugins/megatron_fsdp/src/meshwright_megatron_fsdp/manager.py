@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.base.allocator import uses_expandable_segments
 from meshwright.base.errors import MeshError, ModelError, StrategyError
 from meshwright.base.validation import as_config
 from meshwright.files.terminal import warn
-from meshwright.launch.allocator import uses_expandable_segments
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
 from meshwright.manager.idle_options import tell_idle_options

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import CheckpointError, ConfigError
+from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.world import open_world
 from meshwright.model.adapter_options import InjectedByOthers
 from meshwright.model.weights import Weights
 from meshwright.strategy.contract import StrategyManager

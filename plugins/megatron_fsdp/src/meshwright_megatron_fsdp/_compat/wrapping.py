@@ -65,7 +65,7 @@ def wrap(
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
     with (
         float64_buffers() if torch.float64 in used else nullcontext(),
-        _unchecked_shards() if mesh.world.is_planned else nullcontext(),
+        nullcontext() if mesh.world.computes else _unchecked_shards(),
     ):
         fsdp = _wrapper()(
             model,

@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what is wrong with this machine, or with the ranks of a launcher, and how to mend it."""
+"""`meshwright doctor`: what is wrong with this machine, or with the ranks of a launcher, and how to fix it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Annotated
 
 import typer
 
-from ..files.terminal import say
-from ..launch.environment import started_by_launcher
-from ..launch.join import join
-from ..launch.rank import leave
-from .errors import told
-from .imports import uncollected
+from ...files.commands import Traceback, told, uncollected
+from ...files.terminal import say
+from ...launch.environment import started_by_launcher
+from ...launch.join import join
+from ...launch.rank import leave
+from ...strategy.hooks import hookimpl
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    app.command()(doctor)
 
 
 def doctor(
@@ -23,7 +28,7 @@ def doctor(
         Path | None, typer.Option("--dir", help="Look at a directory, too, in which runs would leave their results.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Look at versions, devices, backends, links, files and clocks, and say what is wrong and how to mend it.
 
@@ -33,8 +38,8 @@ def doctor(
         join()
     with told(traceback):
         with uncollected():
-            from ..guide.doctor.examine import of_launched_ranks, of_local_ranks, of_machine
-            from ..guide.doctor.finding import as_lines, as_plain, exit_code
+            from .examine import of_launched_ranks, of_local_ranks, of_machine
+            from .finding import as_lines, as_plain, exit_code
 
         if started_by_launcher():
             code, found = of_launched_ranks(directory)

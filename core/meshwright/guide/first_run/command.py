@@ -9,9 +9,15 @@ from typing import Annotated
 
 import typer
 
-from ..files.terminal import new_console, say
-from ..strategy.registry import get_registry
-from .errors import told
+from ...files.commands import Traceback, told
+from ...files.terminal import new_console, say
+from ...strategy.hooks import hookimpl
+from ...strategy.registry import get_registry
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    app.command()(init)
 
 
 def init(
@@ -36,14 +42,13 @@ def init(
     epochs: Annotated[float | None, typer.Option(help="Times that each row is trained on; in place of steps.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: defaults where no flag says more.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Write a first run file, with a comment on each part. Asks five questions; flags answer them, too."""
     with told(traceback):
-        from ..guide.first_run.answers import known_of
-        from ..guide.first_run.machine import find_machine
-        from ..guide.first_run.questions import Wishes, answered
-        from ..guide.first_run.write import check_place, write_run_file
+        from .answers import find_machine, known_of
+        from .questions import Wishes, answered
+        from .write import check_place, write_run_file
 
         check_place(file, overwrite=overwrite)
         asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()

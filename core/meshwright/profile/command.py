@@ -1,4 +1,4 @@
-"""`meshwright profile`: show what a profile comes to, and compare two."""
+"""`meshwright profile`: show where the time of profiled steps went, and compare two profiles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import told
-from .output import JsonFile, tell, write
+from ..files.commands import JsonFile, tell, told, write
+from ..strategy.hooks import hookimpl
 
 Profile = Annotated[
     Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")
@@ -18,14 +18,22 @@ Rows = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
 SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw what is shown here.")]
 
 
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    profiles = typer.Typer(help="Look at profiles of steps.", no_args_is_help=True)
+    profiles.command()(show)
+    profiles.command()(compare)
+    app.add_typer(profiles, name="profile")
+
+
 def show(
     profile: Profile, rank: Rank = None, rows: Rows = 12, json_file: JsonFile = None, svg_file: SvgFile = None
 ) -> None:
     """Show what the time of profiled steps went to: parts, communication, operators, memory."""
     with told(traceback=False):
-        from ..profile.load import load_summary
-        from ..profile.show import shown
-        from ..profile.summary import as_values
+        from .load import load_summary
+        from .show import shown
+        from .summary import as_values
 
         summary = load_summary(profile, rank=rank)
         _tell(shown(summary, rows=rows), as_values(summary), json_file, svg_file, title=f"profile show {profile}")
@@ -41,9 +49,9 @@ def compare(
 ) -> None:
     """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
     with told(traceback=False):
-        from ..profile.compare import compare as compared_of
-        from ..profile.load import load_summary
-        from ..profile.show import compared
+        from .compare import compare as compared_of
+        from .load import load_summary
+        from .show import compared
 
         first, second = (load_summary(path, rank=rank) for path in (before, after))
         comparison = compared_of(first, second, (str(before), str(after)))
@@ -52,7 +60,7 @@ def compare(
 
 
 def _tell(what: Any, values: dict[str, Any], json_file: Path | None, svg_file: Path | None, *, title: str) -> None:
-    from ..profile.show import as_svg
+    from .show import as_svg
 
     tell(what, values, json_file)
     if svg_file is not None:

@@ -1,8 +1,7 @@
-"""What a Python that is started imports nothing from: the directory in which the user happens to stand.
+"""Keep Python from importing out of the current directory, where a file `torch.py` may come with a data set.
 
-`python -c` and `python -m`, by which multiprocessing, torch's compiler and meshwright start processes, look there
-first: a file `torch.py` that came along with a data set would be run. `-P` and PYTHONSAFEPATH leave it out. No torch
-in this module.
+`python -c` and `python -m`, with which multiprocessing, torch's compiler and meshwright start processes, look there
+first; `-P` and PYTHONSAFEPATH prevent it.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from contextlib import contextmanager, suppress
 
 VARIABLE = "PYTHONSAFEPATH"
 PYTHON = (sys.executable, "-P")
-"""A Python as this one, which imports nothing from the current directory."""
+"""The command of a Python that imports nothing from the current directory."""
 
 
 def protect_children() -> None:
-    """Let all processes of Python that this one starts, directly or not, import nothing from the current directory."""
+    """Keep all Python processes that this one starts, directly or not, from importing out of the current directory."""
     os.environ[VARIABLE] = "1"
 
 
 @contextmanager
 def protected_children() -> Iterator[None]:
-    """`protect_children` of those that are started in the context."""
+    """Apply `protect_children` to processes that are started in the context."""
     before = os.environ.get(VARIABLE)
     protect_children()
     try:
@@ -37,7 +36,7 @@ def protected_children() -> Iterator[None]:
 
 
 def leave_current_directory() -> None:
-    """Take the current directory out of this process's own path, where `python -m` has put it first."""
+    """Remove the current directory from this process's own path, where `python -m` has put it first."""
     if not sys.flags.safe_path and sys.path:
         with suppress(OSError):
             # It may have been removed.

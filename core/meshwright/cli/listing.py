@@ -1,7 +1,8 @@
-"""`meshwright strategies`: what can be chosen by name, what is broken, and what can be installed."""
+"""`meshwright strategies` and `meshwright schema`: what there is to choose from."""
 
 from __future__ import annotations
 
+import json
 from textwrap import indent, wrap
 
 from ..files.terminal import say
@@ -10,20 +11,27 @@ from ..strategy.registry import Registry, get_registry
 from ..strategy.spec import StrategySpec
 
 
+def schema() -> None:
+    """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
+    from ..train.run_schema import run_schema
+
+    say(json.dumps(run_schema(), indent=2) + "\n")
+
+
 def strategies() -> None:
     """List the strategies: installed, broken (with the reason), and installable."""
     say(described(get_registry()))
 
 
 def described(registry: Registry) -> str:
-    """What `meshwright strategies` prints: a block for each strategy, wrapped at 80 columns."""
+    """Return a block for each strategy, wrapped at 80 columns."""
     blocks = [_block(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
     for title, lines in (
         ("broken", [str(failure) for failure in registry.failures]),
         ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
     ):
         if lines:
-            # Not wrapped: reasons and commands are to be copied whole.
+            # Not wrapped, so that reasons and commands can be copied.
             blocks.append("\n".join([f"{title}:", *(indent(line, "  ") for line in lines)]))
     return "\n\n".join(blocks) + "\n"
 
@@ -35,6 +43,6 @@ def _block(spec: StrategySpec, owner: str) -> str:
         "wraps": "another strategy" if spec.wraps else "",
         "plugin": owner,
     }
-    told = [f"{label}: {text}" for label, text in rows.items() if text]
-    lines = [line for text in (spec.summary, *told) for line in wrap(text, 76, break_long_words=False)]
+    texts = [spec.summary, *(f"{label}: {text}" for label, text in rows.items() if text)]
+    lines = [line for text in texts for line in wrap(text, 76, break_long_words=False)]
     return "\n".join([spec.name, *(f"    {line}" for line in lines)])

@@ -1,4 +1,4 @@
-"""`meshwright launch`: makes the files with which a cluster runs a run file, checks them, and submits them if asked."""
+"""`meshwright launch`: make the files with which a cluster runs a run file, check them, and submit them if asked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ..clusters.files import check_can_submit, files_of, submission, submit, write
-from ..clusters.job import TARGETS, Target, is_of_one_machine, plan_job
+from ..files.commands import Traceback, told
 from ..files.terminal import say
-from ..train.run_file import load_run, read_values
-from .errors import told
+from ..strategy.hooks import hookimpl
+from . import TARGETS, Target
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    app.command()(launch)
 
 
 def launch(
@@ -34,13 +38,17 @@ def launch(
     ] = None,
     submits: Annotated[bool, typer.Option("--submit", help="Submit the job, by the cluster's own command.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files, and write nothing.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Make a run file a job of a cluster: Slurm, Kubernetes, Ray or SkyPilot."""
     short = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
-    changes = [f"launch.{name}={value}" for name, value in short.items() if value is not None]
     with told(traceback):
-        changes = [*(assignments or []), *changes]
+        from ..train.run_file import load_run, read_values
+        from .files import check_can_submit, files_of, submission, submit, write
+        from .job import is_of_one_machine, plan_job
+
+        given = [f"launch.{name}={value}" for name, value in short.items() if value is not None]
+        changes = [*(assignments or []), *given]
         config = load_run(run_file, changes)
         job = plan_job(read_values(run_file, changes), config, to, out)
         files, command = files_of(job, to), submission(job, to)

@@ -1,15 +1,15 @@
-"""Signals that ask a run to stop: noted, told to the ranks, and obeyed at the end of a step.
+"""Signals that ask a run to stop: noted when they come, and obeyed at the end of a step.
 
-[Note: stopping] Schedulers announce that a machine is wanted by a signal, and take it some time later. A rank notes the
-signal; before the next step all ranks agree to stop (see `meshwright.train.ahead`), save, and leave with `Stopped`. A
-second signal ends a rank at once. One signal may come twice, from the scheduler, which signals all processes, and from
-a launcher, which passes on its own: what comes within SAME_S is the same.
+[Note: stopping] A scheduler announces by a signal that it will take a machine some time later. A rank notes the signal;
+before the next step all ranks agree to stop (see `meshwright.train.ahead`), save, and leave with `Stopped`. A second
+signal ends a rank at once. One signal may come twice, from the scheduler, which signals all processes, and from a
+launcher, which passes on its own; within SAME_S they count as one.
 
-Python runs handlers in the main thread, and only between two of its instructions: one that waits for a peer in torch
-would not hear of the second. So a thread reads what the interpreter writes into a pipe as a signal arrives.
+Python runs signal handlers in the main thread between two instructions, so a rank that waits for a peer inside torch
+would not notice the second. Therefore a thread reads the interpreter's wakeup pipe.
 
-Processes that are forked in the context share the pipe, but their signals are their own: SIGTERM is how whoever has
-started one ends it, and the others it ignores, since schedulers send them to all processes.
+Forked processes share the pipe but not the signals: SIGTERM, by which a child is ended, keeps its former handler there,
+and the others are ignored, since schedulers send them to all processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal, get_args
 
-from ..base.errors import ConfigError
+from .errors import ConfigError
 
 SAME_S = 2.0
 """A signal that comes again within this time is the same."""
@@ -33,11 +33,11 @@ SAME_S = 2.0
 StopName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
 _NAMES: tuple[StopName, ...] = get_args(StopName)
 _END = b"\0"
-"""The number of no signal. A pipe does not end when it is closed here, if a process that was forked has it open."""
+"""Ends the listening thread. Closing the pipe would not, if a forked process has it open."""
 
 
 class Stopped(SystemExit):
-    """A signal has ended the training, after a step; a SystemExit, with the exit code that was asked for.
+    """A signal has ended the training after a step; a SystemExit with the exit code that was asked for.
 
     Args:
         number: of the signal.
@@ -47,7 +47,7 @@ class Stopped(SystemExit):
         signal: its name.
         step: steps done.
         saved: whether the state after this step is in a checkpoint.
-        too_late: whether a save was not begun since it would not have been done in time.
+        too_late: whether no save was started because it would not have finished in time.
     """
 
     def __init__(self, number: int, *, step: int, saved: bool, exit_code: int, too_late: bool = False) -> None:
@@ -56,20 +56,20 @@ class Stopped(SystemExit):
 
 
 def noted_text(number: int) -> str:
-    """What there is to say of a signal that was noted."""
+    """Return the message about a signal that was noted."""
     return f"{signal.Signals(number).name}: this run stops after its step; a second signal ends it at once"
 
 
 class StopSignals:
-    """Notes the first of some signals in the place of what it would do, until the context is left.
+    """Context in which the first of some signals is noted, and does nothing else; see [Note: stopping].
 
-    See [Note: stopping]. Only a process's main thread can note signals; a context in another thread notes none.
+    Only the main thread of a process can note signals; a context in another thread notes none.
 
     Args:
         names: such as SIGTERM.
         exit_code: of `Stopped`.
-        grace_s: seconds from the first signal until the process is ended; None: not known.
-        tell: called with what there is to say when one is noted; in a thread.
+        grace_s: seconds from the first signal until the process is ended; None: unknown.
+        tell: called with a message when a signal is noted; in a thread.
 
     Raises:
         ConfigError: a name is none of `StopName`.
@@ -98,18 +98,18 @@ class StopSignals:
 
     @property
     def noted(self) -> int:
-        """Number of the signal that has come; 0: none has."""
+        """Number of the signal that has come; 0: none."""
         return self._noted
 
     @property
     def left_s(self) -> float:
-        """Seconds until the process is ended, where a signal has come and that is known; infinite otherwise."""
+        """Seconds until the process is ended, after a signal and if that is known; infinite otherwise."""
         if not self._noted or self.grace_s is None:
             return math.inf
         return self._noted_s + self.grace_s - time.monotonic()
 
     def settle(self) -> None:
-        """From here on a second signal ends nothing: the run leaves by itself, and others may already have left."""
+        """Ignore a second signal from now on: the run is leaving by itself, and other ranks may have left."""
         self._settled = True
 
     def __enter__(self) -> StopSignals:
@@ -129,7 +129,7 @@ class StopSignals:
     ) -> None:
         if self._thread is None:
             return
-        # A rank that leaves is not to be killed on its way by what its launcher sends when the first has left.
+        # A rank that is leaving must not be killed by what its launcher sends when the first rank has left.
         late = isinstance(error, Stopped)
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if late else signal.SIG_DFL if handler is None else handler)
@@ -163,7 +163,7 @@ class StopSignals:
         if not self._noted:
             self._noted_s, self._noted = now, number
             if self._tell is not None:
-                with suppress(OSError):  # nobody listens to this process any more
+                with suppress(OSError):  # nobody reads this process's output any more
                     self._tell(noted_text(number))
         elif now - self._noted_s > SAME_S and not self._settled:
             sys.stderr.flush()
@@ -171,4 +171,4 @@ class StopSignals:
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """What a handler in Python is: the signal does nothing by itself."""
+    """Do nothing: the thread reads the signal from the wakeup pipe."""

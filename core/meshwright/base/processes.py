@@ -1,4 +1,4 @@
-"""Which process of a machine is meant, beyond its number, and how one ends with another."""
+"""Processes of this machine: their identity, their cores, and how one ends with another."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use; at least 1."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def identity_of(pid: int) -> str:
-    """What tells a process of this machine from all others, also from one that has its number later; "" if nothing
-    does. Processes that see each other's numbers are in one namespace of them."""
+    """Return a text that no other process of this machine has, nor a later one with the same pid; "" if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-    # The name of the program is in parentheses, and may hold any. Of what is behind it, the 20th is when it began.
+    # The program's name is in parentheses and may hold any character. The 20th field after it is the start time.
     return f"{boot} {namespace} {pid} {stat.rpartition(')')[2].split()[19]}"
 
 
 def launcher_pid() -> int:
-    """The process that has started the ranks of this node: `meshwright train`, torchrun's agent, or whoever else."""
+    """Return the pid of the process that has started the ranks of this node."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 class Handle:
-    """One process, and none that has its number later: by a file of it that is held open, where the system has such.
+    """One process, never a later one with the same pid; held by a pidfd where the system has them.
 
     Args:
-        pid: of a process that is there now.
-        identity: of the process that is meant, where another may have its number by now; see `identity_of`.
+        pid: of a running process.
+        identity: from `identity_of`, if the pid may have been reused since.
     """
 
     def __init__(self, pid: int, identity: str = "") -> None:
@@ -49,20 +53,19 @@ class Handle:
         except ProcessLookupError:
             self._has_gone = True
         except (OSError, AttributeError):
-            # No Linux, or an old one.
-            self._file = None
+            # Not Linux, or an old one.
+            pass
         if identity and identity_of(pid) != identity:
             self.close()
             self._has_gone = True
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
         if self._file is not None:
             return not select.select([self._file], [], [], 0)[0]
         return not self._has_gone and self._sent(0)
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it is there."""
+        """Send a signal, if the process still runs."""
         if self._file is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._file, number)
@@ -70,7 +73,6 @@ class Handle:
             self._sent(number)
 
     def close(self) -> None:
-        """Let go of it."""
         if self._file is not None:
             os.close(self._file)
             self._file, self._has_gone = None, True
@@ -84,13 +86,13 @@ class Handle:
 
 
 def await_end(pid: int, identity: str) -> None:
-    """Return when the process of that number and identity has ended."""
+    """Return when the process with this pid and identity has ended."""
     try:
         ended = os.pidfd_open(pid)
     except (OSError, AttributeError):
-        # It has gone, or this is no Linux.
+        # It has ended, or this is not Linux.
         while identity_of(pid) == identity and (identity or os.getppid() == pid):
-            threading.Event().wait(_LOOK_S)
+            threading.Event().wait(_POLL_S)
         return
     try:
         while identity_of(pid) == identity and not select.select([ended], [], [])[0]:
@@ -100,8 +102,7 @@ def await_end(pid: int, identity: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """Have this rank end, with SIGKILL, when the process does that has started it: nobody would end, or begin anew, one
-    that is left alone, and it would train on beside those that come after it."""
+    """Kill this process when the process that has started it ends, so that no rank trains on without a launcher."""
     threading.Thread(target=_follow, name="meshwright-parent", daemon=True).start()
 
 

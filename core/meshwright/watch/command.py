@@ -1,4 +1,4 @@
-"""`meshwright watch`: a local page on runs, while they train and afterwards."""
+"""`meshwright watch`: a local page about runs, while they train and afterwards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import Annotated
 
 import typer
 
+from ..files.commands import Traceback, told
 from ..files.terminal import say
-from .errors import told
+from ..strategy.hooks import hookimpl
 
 PORT = 6420
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    app.command()(watch)
 
 
 def watch(
@@ -25,12 +31,12 @@ def watch(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Its token lets in whoever has it.")] = LOOPBACK[0],
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Watch runs on a local page: loss, norms, rates, memory, stragglers, timelines; several are compared."""
     with told(traceback):
-        from ..watch.run import watched
-        from ..watch.server import address, listening, new_token, serve
+        from .run import watched
+        from .server import address, listening, new_token, serve
 
         runs = watched(directories)
         listener = listening(host, port, default=PORT)
@@ -49,5 +55,5 @@ def watch(
 
 
 def _has_display() -> bool:
-    """Whether a browser has where to show a page; without, it might take the terminal."""
+    """Whether a browser can show a page; without a display it might take over the terminal."""
     return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

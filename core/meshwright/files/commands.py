@@ -1,0 +1,91 @@
+"""What commands share: options, how they show errors and results, and how they import large packages."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import traceback as tracebacks
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..base.error_text import said
+from ..base.errors import ConfigError, MeshwrightError
+from .terminal import new_console, say
+
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
+RunFile = Annotated[Path, typer.Argument(help="A run file (YAML).")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")]
+
+
+class told:
+    """Context that shows an error of the user's making as one message, and exits with its code.
+
+    Args:
+        traceback: show where it was raised, too.
+        everywhere: show it on each rank, since the others may have none, or another; otherwise once on each node.
+    """
+
+    def __init__(self, traceback: bool, *, everywhere: bool = False) -> None:
+        self._traceback = traceback
+        self._everywhere = everywhere
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, MeshwrightError):
+            # Each node has its own files, so each shows what is wrong with them.
+            if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+                frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
+                say(f"{frames}{said(error)}\n", stderr=True)
+            raise SystemExit(error.exit_code) from None
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import large packages faster: collect no garbage meanwhile, and never look through what is there at the end."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
+
+
+def output_console(width: int = 10_000) -> Console:
+    """Return a console for results, with room for `width` characters where the output is a file."""
+    console = new_console()
+    if not console.is_terminal:
+        console.width = width
+    return console
+
+
+def tell(what: Any, values: dict[str, Any], json_file: Path | None) -> None:
+    """Print `what` for people, and write the values for machines if there is a file for them.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    output_console().print(what, highlight=False)
+    if json_file is not None:
+        write(json_file, json.dumps(values, indent=1) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file; raise ConfigError where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from None

@@ -1,0 +1,91 @@
+"""Open the world of a process: join its launcher, choose its device, connect it to its peers."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ..base.allocator import prefer_expandable_segments
+from ..base.errors import MeshError
+from ..mesh.world import World, existing_world, start_world
+from .environment import started_by_launcher
+from .join import join, local_rank
+from .rank import CONNECT_TIMEOUT_S, connect_store
+from .slurm import devices_of_step
+from .store import keep_to_loopback, wait_until_connected, world_store
+
+
+def open_world(
+    device: str | torch.device | None = None, *, store: dist.Store | None = None, timeout_s: float = 600.0
+) -> World:
+    """Join the process group that exists, or start one.
+
+    Without a process group, the launcher that has started this process is joined (see docs/launchers.md); where none
+    has, this process is a world of one.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the
+            device of its LOCAL_RANK unless an index is given.
+        store: a store to start the group with, instead of the one that the environment names.
+        timeout_s: how long a collective may wait for peers, in seconds.
+
+    Raises:
+        MeshError: there is no such device, the existing group cannot serve it, or launchers contradict each other.
+    """
+    join(has_store=store is not None)
+    prefer_expandable_segments()
+    chosen = find_device(device)
+    if dist.is_initialized():
+        return existing_world(chosen)
+    keep_to_loopback()
+    if not started_by_launcher():
+        return start_world(chosen, store=dist.HashStore(), rank=0, size=1, timeout_s=timeout_s)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = world_store(store or connect_store(max(timeout_s, CONNECT_TIMEOUT_S)), rank, size)
+    ranks_here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    world = start_world(
+        chosen,
+        store=store,
+        rank=rank,
+        size=size,
+        timeout_s=timeout_s,
+        shares_device=ranks_here > max(devices, devices_of_step()),
+    )
+    wait_until_connected(store, size)
+    return world
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """Return the device of this rank; see `open_world`.
+
+    Raises:
+        MeshError: there is no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        chosen = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
+    except RuntimeError:
+        raise MeshError(f"device {device!r} is no device name. Use 'cpu', 'cuda' or 'cuda:0'.") from None
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != chosen.type:
+        have = accelerator.type if accelerator else "cpu"
+        said = f"device {str(device)!r} is not available here. Available: {have}. Set device={have}."
+        raise MeshError(f"{said}{missing_driver(' ')}")
+    count = torch.accelerator.device_count()
+    index = chosen.index if chosen.index is not None else local_rank(count) % count
+    if index >= count:
+        raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
+    return torch.device(chosen.type, index)
+
+
+def missing_driver(before: str = "") -> str:
+    """Return why a torch built for GPUs finds none, after `before`; "" where it finds some, or is built for CPUs."""
+    built = (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
+    )
+    if not built or torch.accelerator.is_available():
+        return ""
+    return f"{before}torch {torch.__version__} is built for {built}, but finds no GPU with a driver."
