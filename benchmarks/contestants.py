@@ -35,9 +35,10 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World
 from meshwright.strategy.contract import Batch, StrategyManager
 from meshwright.strategy.stack import resolve
-from meshwright.train.loop import Loop, train_step
+from meshwright.train.loop.options import Loop
+from meshwright.train.loop.step import train_step
 from meshwright.train.optim import optimizer_factory
-from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
 from meshwright.train.schedules import build_scheduler
 
 VOCAB_SIZE = 2048
@@ -118,7 +119,7 @@ def built(
 
 
 def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
-    """The loop under test: `meshwright.train.loop.train_step` with what `meshwright train` would build for it."""
+    """The loop under test: `meshwright.train.loop.step.train_step` with what `meshwright train` would build for it."""
     manager, loop = built(strategy, work, world, config)
 
     def step(index: int) -> tuple[float, float]:

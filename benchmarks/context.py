@@ -37,7 +37,7 @@ from meshwright.strategy.stack import resolve
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.pool import pool
 from meshwright.train.optim import optimizer_factory
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 WAYS = ("allgather", "ulysses")
 FEW = 64

@@ -34,14 +34,14 @@ from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import moments_of
-from meshwright.train.curve import Curve
-from meshwright.train.files import CURVE, METRICS
-from meshwright.train.journal import Journal
-from meshwright.train.loop import train_step
-from meshwright.train.rank_log import RankLog
-from meshwright.train.report import Reporter
-from meshwright.train.stopwatch import Stopwatch
-from meshwright.train.trackers import chosen, tracking
+from meshwright.train.loop.step import train_step
+from meshwright.train.loop.stopwatch import Stopwatch
+from meshwright.train.run.curve import Curve
+from meshwright.train.run.journal import Journal
+from meshwright.train.run.rank_log import RankLog
+from meshwright.train.run.report import Reporter
+from meshwright.train.run.run_directory import RunDirectory
+from meshwright.train.run.trackers import chosen, tracking
 
 CALLS = 2000
 """Records that observers are told of to see what one costs by itself."""
@@ -100,14 +100,14 @@ class Observers:
             device=world.device.type,
             directory=directory,
         )
-        observing = get_registry().observing
-        self._held.enter_context(observing(RankLog(directory, world.rank)))
+        observing, paths = get_registry().observing, RunDirectory(directory)
+        self._held.enter_context(observing(RankLog(paths.rank_file(world.rank))))
         if world.rank == 0:
             self._held.enter_context(tracking(chosen(trackers), run))
             console = Console(file=io.StringIO(), force_terminal=True)
-            reporter = self._held.enter_context(Reporter(directory / METRICS, log_every=10, console=console))
-            curve = self._held.enter_context(Curve(directory / METRICS, directory / CURVE))
-            self._held.enter_context(observing(reporter, curve, Journal(directory)))
+            reporter = self._held.enter_context(Reporter(paths.metrics, log_every=10, console=console))
+            curve = self._held.enter_context(Curve(paths.metrics, paths.curve))
+            self._held.enter_context(observing(reporter, curve, Journal(paths.events)))
         get_registry().hook.on_run_start(run=run, mesh=manager.mesh)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Observers:
 def call_cost(trackers: Sequence[str]) -> dict[str, float]:
     """Microseconds of the host that one record costs the first rank, in a loop of nothing else."""
     from meshwright.launch.open_world import open_world
-    from meshwright.train.memory import memory_now
+    from meshwright.train.loop.step import memory_now
 
     found: dict[str, float] = {}
     with open_world("cpu") as world:

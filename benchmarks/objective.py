@@ -29,7 +29,7 @@ from meshwright.objectives import DPO
 from meshwright.strategy.contract import Batch, StrategyManager
 from meshwright.testing import pool
 from meshwright.testing.memory import limit_memory, measure_memory
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 VOCABULARY, FEATURES, SEQUENCES, LENGTH, PROMPT = 131_072, 64, 2, 512, 64
 BETA, STEPS = 0.1, 5

@@ -23,9 +23,9 @@ from one_contest import compete
 
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import moments_of
-from meshwright.train.loop import train_step
-from meshwright.train.stopwatch import Stopwatch
-from meshwright.train.verifying import Verifier
+from meshwright.train.loop.step import train_step
+from meshwright.train.loop.stopwatch import Stopwatch
+from meshwright.train.loop.verifying import Verifier
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Verified:
         watch = Stopwatch(moments_of(world.device), world.progress)
         verifier = Verifier(manager, self.every) if watched else None
 
-        def look(moment: str) -> None:
-            if verifier is not None and moment == "clipped":
-                verifier.note_clipped()
+        def look(moment: Any) -> None:
+            if verifier is not None:
+                verifier.on_gradients(moment)
 
         def step(index: int) -> tuple[float, float]:
             result = train_step(manager, loop, index, None, watch, look=look)
-            if verifier is not None and verifier.is_due(result.step):
-                verifier.verify(result.step)
+            if verifier is not None:
+                verifier.after_step(result)
             return result.loss, result.grad_norm
 
         return step

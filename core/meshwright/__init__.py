@@ -64,92 +64,61 @@ if TYPE_CHECKING:
     from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
     from .strategy.stack import resolve as resolve
-    from .train.bad_steps import BadStepConfig as BadStepConfig
-    from .train.ema import EMA as EMA
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
-    from .train.loop import Callback as Callback
-    from .train.loop import Loop as Loop
-    from .train.loop import fit as fit
+    from .train.loop.bad_steps import BadStepConfig as BadStepConfig
+    from .train.loop.ema import EMA as EMA
+    from .train.loop.fit import fit as fit
+    from .train.loop.options import Callback as Callback
+    from .train.loop.options import Loop as Loop
+    from .train.loop.watch import EarlyStopping as EarlyStopping
     from .train.optim import optimizer_factory as optimizer_factory
     from .train.optimizer_config import EMAConfig as EMAConfig
     from .train.optimizer_config import OptimizerConfig as OptimizerConfig
     from .train.optimizer_config import OptimizerGroup as OptimizerGroup
     from .train.optimizers import Optimizers as Optimizers
-    from .train.run_file import RunConfig as RunConfig
-    from .train.run_file import load_run as load_run
-    from .train.watch import EarlyStopping as EarlyStopping
+    from .train.run.run_file import RunConfig as RunConfig
+    from .train.run.run_file import load_run as load_run
 
-_MODULE_OF = {
-    "BatchError": "base.errors",
-    "CheckpointError": "base.errors",
-    "ConfigError": "base.errors",
-    "DataError": "base.errors",
-    "MeshError": "base.errors",
-    "MeshwrightError": "base.errors",
-    "ModelError": "base.errors",
-    "RankError": "base.errors",
-    "StrategyError": "base.errors",
-    "TrainingError": "base.errors",
-    "UnknownStrategyError": "base.errors",
-    "FrozenModel": "base.validation",
-    "Stopped": "base.stopping",
-    "StopSignals": "base.stopping",
-    "Checkpointer": "checkpoint",
-    "load_checkpoint": "checkpoint",
-    "save_checkpoint": "checkpoint",
-    "allow_imports": "files.class_paths",
-    "DataParallelManager": "manager.data_parallel",
-    "Mesh": "mesh.mesh",
-    "World": "mesh.world",
-    "open_world": "launch.open_world",
-    "Degrees": "mesh.sizes",
-    "MeshSizes": "mesh.sizes",
-    "ModelLayout": "model.layout",
-    "model_layout": "strategy.ask",
-    "get_objective": "objectives.registry",
-    "list_objectives": "objectives.registry",
-    "count_tokens": "step.agreement",
-    "Outputs": "step.tokens",
-    "Tokens": "step.tokens",
-    "Batch": "strategy.contract",
-    "Objective": "strategy.contract",
-    "DistributedConfig": "strategy.spec",
-    "OptimizerFactory": "strategy.contract",
-    "StrategyConfig": "strategy.spec",
-    "StrategyManager": "strategy.contract",
-    "StrategySpec": "strategy.spec",
-    "hookimpl": "strategy.hooks",
-    "Registry": "strategy.registry",
-    "get_registry": "strategy.registry",
-    "get_strategy": "strategy.registry",
-    "list_strategies": "strategy.registry",
-    "Stack": "strategy.stack",
-    "resolve": "strategy.stack",
-    "EMA": "train.ema",
-    "from_config": "train.from_pretrained",
-    "from_pretrained": "train.from_pretrained",
-    "Callback": "train.loop",
-    "BadStep": "events.run",
-    "BadStepConfig": "train.bad_steps",
-    "EarlyStopping": "train.watch",
-    "Loop": "train.loop",
-    "StepResult": "events.step",
-    "Evaluation": "events.run",
-    "Fault": "events.run",
-    "RunInfo": "events.run",
-    "RunSummary": "events.run",
-    "SavedCheckpoint": "events.run",
-    "TrackerSpec": "events.run",
-    "fit": "train.loop",
-    "optimizer_factory": "train.optim",
-    "EMAConfig": "train.optimizer_config",
-    "OptimizerConfig": "train.optimizer_config",
-    "OptimizerGroup": "train.optimizer_config",
-    "Optimizers": "train.optimizers",
-    "RunConfig": "train.run_file",
-    "load_run": "train.run_file",
+_NAMES = {
+    "base.errors": (
+        "BatchError CheckpointError ConfigError DataError MeshError MeshwrightError ModelError RankError "
+        "StrategyError TrainingError UnknownStrategyError"
+    ),
+    "base.stopping": "StopSignals Stopped",
+    "base.validation": "FrozenModel",
+    "checkpoint": "Checkpointer load_checkpoint save_checkpoint",
+    "events.run": "BadStep Evaluation Fault RunInfo RunSummary SavedCheckpoint TrackerSpec",
+    "events.step": "StepResult",
+    "files.class_paths": "allow_imports",
+    "launch.open_world": "open_world",
+    "manager.data_parallel": "DataParallelManager",
+    "mesh.mesh": "Mesh",
+    "mesh.sizes": "Degrees MeshSizes",
+    "mesh.world": "World",
+    "model.layout": "ModelLayout",
+    "objectives.registry": "get_objective list_objectives",
+    "step.agreement": "count_tokens",
+    "step.tokens": "Outputs Tokens",
+    "strategy.ask": "model_layout",
+    "strategy.contract": "Batch Objective OptimizerFactory StrategyManager",
+    "strategy.hooks": "hookimpl",
+    "strategy.registry": "Registry get_registry get_strategy list_strategies",
+    "strategy.spec": "DistributedConfig StrategyConfig StrategySpec",
+    "strategy.stack": "Stack resolve",
+    "train.from_pretrained": "from_config from_pretrained",
+    "train.loop.bad_steps": "BadStepConfig",
+    "train.loop.ema": "EMA",
+    "train.loop.fit": "fit",
+    "train.loop.options": "Callback Loop",
+    "train.loop.watch": "EarlyStopping",
+    "train.optim": "optimizer_factory",
+    "train.optimizer_config": "EMAConfig OptimizerConfig OptimizerGroup",
+    "train.optimizers": "Optimizers",
+    "train.run.run_file": "RunConfig load_run",
 }
+"""Public names by module."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -675,7 +675,7 @@ _bug(
 )
 _bug(
     "undrawn_is_not_told",
-    "meshwright.train.ahead",
+    "meshwright.train.loop.ahead",
     "            raise_on_all(self._manager.mesh.world, error, BatchError, what)\n",
     "            raise drawn.error\n",
     "tests/train/test_train.py::test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks[culprits0-2]",
@@ -691,7 +691,7 @@ _bug(
 )
 _bug(
     "drawn_ahead_from_other_numbers",
-    "meshwright.train.ahead",
+    "meshwright.train.loop.ahead",
     "        torch.set_rng_state(drawn.generator)\n",
     "",
     "tests/train/test_train.py::test_a_step_that_is_begun_ahead_is_the_step_that_it_would_be",
@@ -1604,7 +1604,7 @@ _bug(
 )
 _bug(
     "leaks_are_let_pass",
-    "meshwright.train.apart",
+    "meshwright.train.run.apart",
     "    if not moved <= limit * measure:",
     "    if not moved <= measure + limit:",
     "tests/parallel/test_apart.py::test_models_whose_documents_see_each_other_are_refused[torch.float32-falcon_h1]",
@@ -1655,7 +1655,7 @@ _bug(
 
 _bug(
     "last_step_not_due",
-    "meshwright.train.loop_options",
+    "meshwright.train.loop.options",
     "return done == steps or (every is not None and done % every == 0)",
     "return every is not None and done % every == 0",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
@@ -1663,7 +1663,7 @@ _bug(
 )
 _bug(
     "dropout_of_the_first_step",
-    "meshwright.train.seeds",
+    "meshwright.train.loop.batches",
     "spawn_key=(step, data_rank)",
     "spawn_key=(0, data_rank)",
     "tests/train/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
@@ -1671,7 +1671,7 @@ _bug(
 )
 _bug(
     "one_dropout_for_all_ranks",
-    "meshwright.train.ahead",
+    "meshwright.train.loop.ahead",
     "step_seed(seed, step, self._manager.mesh.data_rank)",
     "step_seed(seed, step, 0)",
     "tests/train/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
@@ -1679,7 +1679,7 @@ _bug(
 )
 _bug(
     "epochs_are_not_told",
-    "meshwright.train.batches",
+    "meshwright.train.loop.batches",
     "set_epoch(self._number)",
     "set_epoch(0)",
     f"{_FIT}::test_a_step_never_reaches_over_the_end_of_a_pass_and_each_pass_is_told_its_number",
@@ -1687,7 +1687,7 @@ _bug(
 )
 _bug(
     "a_pass_begins_again",
-    "meshwright.train.batches",
+    "meshwright.train.loop.batches",
     "step // each, step // each * each",
     "step // each, step",
     f"{_FIT}::test_a_run_goes_on_at_the_microbatch_that_comes_next[sampler]",
@@ -1695,7 +1695,7 @@ _bug(
 )
 _bug(
     "a_state_that_lives_on",
-    "meshwright.train.batches",
+    "meshwright.train.loop.batches",
     "deepcopy(find())",
     "find()",
     f"{_FIT}::test_a_run_goes_on_at_the_microbatch_that_comes_next[live]",
@@ -1703,7 +1703,7 @@ _bug(
 )
 _bug(
     "who_fails_alone_ends_alone",
-    "meshwright.train.failures",
+    "meshwright.train.loop.agreed",
     "    if world.reduce_ints([error is not None])[0]:\n        raise_on_all(world, error, kind, what)\n",
     "    if error is not None:\n        raise error\n",
     f"{_FIT}::test_what_fails_on_one_rank_ends_all_of_them[held out-BatchError-the microbatches of held_out cannot be "
@@ -1712,7 +1712,7 @@ _bug(
 )
 _bug(
     "the_end_of_a_pass_hides_an_error",
-    "meshwright.train.batches",
+    "meshwright.train.loop.batches",
     "    if failed or count in (0, world.size):\n",
     "    if count in (0, world.size):\n",
     f"{_FIT}::test_what_fails_on_one_rank_ends_all_of_them[drawing-BatchError-the microbatches of step 3 cannot be "
@@ -1721,7 +1721,7 @@ _bug(
 )
 _bug(
     "a_step_of_warm_up_too_many",
-    "meshwright.train.run_sections",
+    "meshwright.train.run.run_sections",
     "math.ceil(Fraction(str(self.warmup_ratio)) * steps)",
     "math.ceil(self.warmup_ratio * steps)",
     f"{_FIT_RUN}::test_a_share_of_warm_up_is_rounded_up_as_it_is_written[0.07-100-7]",
@@ -1729,7 +1729,7 @@ _bug(
 )
 _bug(
     "patience_is_forgotten",
-    "meshwright.train.watch",
+    "meshwright.train.loop.watch",
     'int(seen.get("waited", 0))',
     "0",
     f"{_FIT}::test_only_a_loss_that_is_lower_by_enough_renews_patience[values1-best1-True]",
@@ -1737,7 +1737,7 @@ _bug(
 )
 _bug(
     "any_gain_renews_patience",
-    "meshwright.train.watch",
+    "meshwright.train.loop.watch",
     "value < self._lowest - self._stopping.min_delta",
     "value < self._lowest",
     f"{_FIT}::test_only_a_loss_that_is_lower_by_enough_renews_patience[values2-best2-True]",
@@ -1745,7 +1745,7 @@ _bug(
 )
 _bug(
     "the_best_is_forgotten",
-    "meshwright.train.watch",
+    "meshwright.train.loop.watch",
     "self._best = sorted((float(value), int(step)) for value, step in best)",
     "self._best: list[tuple[float, int]] = []",
     f"{_FIT}::test_only_a_loss_that_is_lower_by_enough_renews_patience[values1-best1-True]",
@@ -1769,7 +1769,7 @@ _bug(
 )
 _bug(
     "every_clock_counts",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "after is not None and self.world.rank == 0 and",
     "after is not None and",
     f"{_FIT}::test_a_checkpoint_is_saved_when_the_clock_of_the_first_rank_says_so",
@@ -1777,7 +1777,7 @@ _bug(
 )
 _bug(
     "stopped_runs_train_on",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "            if self.watch.is_exhausted:\n                # It was",
     "            if False:\n                # It was",
     f"{_FIT}::test_a_run_stops_early_on_any_layout_and_remembers_its_patience",
@@ -1785,7 +1785,7 @@ _bug(
 )
 _bug(
     "epochs_are_cut_short",
-    "meshwright.train.plan",
+    "meshwright.train.run.preflight",
     "math.ceil(Fraction(str(config.epochs))",
     "math.floor(Fraction(str(config.epochs))",
     f"{_FIT_RUN}::test_an_epoch_has_each_row_once_and_the_last_step_is_whole[1-4-3]",
@@ -1793,7 +1793,7 @@ _bug(
 )
 _bug(
     "a_share_of_warm_up_is_another_schedule",
-    "meshwright.train.plan",
+    "meshwright.train.run.preflight",
     '"schedule": schedule.model_dump(exclude={"warmup_ratio"}),',
     '"schedule": config.schedule.model_dump(),',
     f"{_FIT_RUN}::test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to",
@@ -1801,7 +1801,7 @@ _bug(
 )
 _bug(
     "ranks_add_up_the_reference",
-    "meshwright.train.columns",
+    "meshwright.train.run.columns",
     "    if not manager.mesh.leads_data:\n        found.zero_()\n",
     "",
     f"{_FIT_RUN}::test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on[fsdp2-{{'tp_size': 2}}-2]",
@@ -1809,7 +1809,7 @@ _bug(
 )
 _bug(
     "rejected_answers_are_learnt",
-    "meshwright.train.columns",
+    "meshwright.train.run.columns",
     "if group > 1 and (given is None or given.rows != group):",
     "if False:",
     f"{_REFUSED}[None-{{}}-the cross entropy takes each by itself, so that rejected answers would be learnt]",
@@ -1930,7 +1930,7 @@ _bug(
 )
 _bug(
     "average_of_old_weights",
-    "meshwright.train.ema",
+    "meshwright.train.loop.ema",
     "optimizer.register_step_post_hook(self._after_step)",
     "optimizer.register_step_pre_hook(self._after_step)",
     f"{_EMA}::test_each_option_of_an_average_acts_as_by_hand[decay]",
@@ -1938,7 +1938,7 @@ _bug(
 )
 _bug(
     "warmup_of_steps",
-    "meshwright.train.ema",
+    "meshwright.train.loop.ema",
     "averages.update(self.decay_of(updates))",
     "averages.update(self.decay_of(steps))",
     f"{_EMA}::test_each_option_of_an_average_acts_as_by_hand[all]",
@@ -2002,7 +2002,7 @@ _bug(
 )
 _bug(
     "average_of_a_run_begins_anew",
-    "meshwright.train.assembly",
+    "meshwright.train.run.assembly",
     "ema = None if source is not None and not source.has_average else _average(config, manager)",
     "ema = None if source is not None else _average(config, manager)",
     f"{_EMA}::test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model",
@@ -2018,7 +2018,7 @@ _bug(
 )
 _bug(
     "metrics_of_steps_that_are_gone",
-    "meshwright.train.report",
+    "meshwright.train.run.report",
     "        if result.step <= until:\n            found.append(result)",
     "        found.append(result)",
     f"{_RUN}::test_metrics_end_at_the_step_that_a_run_goes_on_from",
@@ -2026,7 +2026,7 @@ _bug(
 )
 _bug(
     "finished_runs_train_anew",
-    "meshwright.train.fate",
+    "meshwright.train.run.fate",
     "    return source == AUTO or before.resumption.source == source\n",
     "    return False\n",
     f"{_RUN}::test_a_finished_run_says_so_and_touches_nothing[True]",
@@ -2034,7 +2034,7 @@ _bug(
 )
 _bug(
     "replaced_unasked",
-    "meshwright.train.fate",
+    "meshwright.train.run.fate",
     "    if held and not config.overwrite:\n",
     "    if False:\n",
     "tests/cli/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[results in the way]",
@@ -2042,7 +2042,7 @@ _bug(
 )
 _bug(
     "another_run_goes_on",
-    "meshwright.train.resume",
+    "meshwright.train.run.resume",
     "    if refused:\n",
     "    if False:\n",
     "tests/train/test_run_directory.py::test_an_allowed_change_acts_as_in_a_handwritten_loop[optimizer.lr]",
@@ -2050,7 +2050,7 @@ _bug(
 )
 _bug(
     "other_data_at_the_old_place",
-    "meshwright.train.resume",
+    "meshwright.train.run.resume",
     'if any(name == "seed" or name.startswith("data.") for name in self.changed):',
     "if False:",
     f"{_RUN}::test_other_data_begin_at_their_start_and_the_position_is_remembered",
@@ -2058,7 +2058,7 @@ _bug(
 )
 _bug(
     "rate_stands_still",
-    "meshwright.train.one_step",
+    "meshwright.train.loop.step",
     "        scheduler.step()\n",
     "        pass\n",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
@@ -2066,7 +2066,7 @@ _bug(
 )
 _bug(
     "rate_of_the_next_step_is_told",
-    "meshwright.train.one_step",
+    "meshwright.train.loop.step",
     "learning_rate=float(scheduled[0]),",
     "learning_rate=float(loop.scheduler.get_last_lr()[0] if loop.scheduler else 0.0),",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
@@ -2074,7 +2074,7 @@ _bug(
 )
 _bug(
     "nan_is_trained_on",
-    "meshwright.train.bad_steps",
+    "meshwright.train.loop.bad_steps",
     "if not (math.isfinite(loss) and math.isfinite(norm)):",
     "if False:",
     f"{_TRAIN}::test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change",
@@ -2082,7 +2082,7 @@ _bug(
 )
 _bug(
     "state_of_what_was_drawn_ahead",
-    "meshwright.train.ahead",
+    "meshwright.train.loop.ahead",
     "        self._drawn = self._begun(step)\n",
     "        self._drawn = self._begun(step)\n        self.state = self._drawn.state\n",
     f"{_FIT}::test_the_state_of_a_loader_is_in_the_checkpoint_and_no_row_is_read_again",
@@ -2090,7 +2090,7 @@ _bug(
 )
 _bug(
     "patience_with_another_measure",
-    "meshwright.train.resume",
+    "meshwright.train.run.resume",
     'if "objective" not in sections:',
     "if sections is not None:",
     f"{_FIT_RUN}::test_a_run_that_another_has_stopped_early_is_not_begun",
@@ -3198,7 +3198,7 @@ _bug(
 )
 _bug(
     "hub_base_by_its_cache",
-    "meshwright.train.run_model",
+    "meshwright.train.run.run_model",
     "named = str(path) if commit is not None else str(directory.resolve())",
     "named = str(directory.resolve())",
     f"{_OTHERS}::test_a_run_begins_with_a_model_of_the_hub_and_its_adapter_names_it",
@@ -3206,7 +3206,7 @@ _bug(
 )
 _bug(
     "base_dtype_ignored",
-    "meshwright.train.run_model",
+    "meshwright.train.run.run_model",
     "return (self.adapters and self.adapters.base_dtype) or dtype_of(section)",
     "return dtype_of(section)",
     f"{_ADAPTER_RUNS}::test_a_run_begins_with_a_saved_adapter",
@@ -3214,7 +3214,7 @@ _bug(
 )
 _bug(
     "template_stays_behind",
-    "meshwright.train.output",
+    "meshwright.train.run.output",
     "tokenizer.chat_template = read_chat_template(config.data.chat_template)",
     "read_chat_template(config.data.chat_template)",
     f"{_ADAPTER_RUNS}::test_the_tokenizer_that_is_written_has_the_chat_template_of_the_run",
@@ -3426,7 +3426,7 @@ _STOPPING = "tests/train/test_stopping.py"
 _JOBS = "tests/cluster/test_launch_files.py"
 _bug(
     "signals_unheard_by_peers",
-    "meshwright.train.ahead",
+    "meshwright.train.loop.ahead",
     "noted = 0 if self._signals is None else self._signals.noted",
     "noted = 0",
     f"{_STOPPING}::test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there[counted]",
@@ -3442,7 +3442,7 @@ _bug(
 )
 _bug(
     "stops_where_it_was_saved_before",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "if checkpointer.saved != step:",
     "if checkpointer.saved is None:",
     f"{_STOPPING}::test_a_run_stopped_time_and_again_ends_as_one_that_was_not",
@@ -3821,7 +3821,7 @@ _bug(
 )
 _bug(
     "leaving_is_ended",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "        signals.settle()\n",
     "",
     f"{_STOPPING}::test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left",
@@ -4006,7 +4006,7 @@ _bug(
 )
 _bug(
     "ranks_of_a_launcher_are_not_refused",
-    "meshwright.train.run",
+    "meshwright.train.run.run_rank",
     "            world.raise_together(companion.refusal if companion is not None else None)\n",
     "",
     "tests/plan/test_plan_beside.py::test_ranks_of_a_launcher_are_refused_together",
@@ -4014,7 +4014,7 @@ _bug(
 )
 _bug(
     "the_meter_comes_late",
-    "meshwright.train.run",
+    "meshwright.train.run.run_rank",
     "    return nullcontext() if companion is None or mesh.rank else companion.seeing()",
     "    return nullcontext()",
     "tests/plan/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
@@ -4277,7 +4277,7 @@ _bug(
 )
 _bug(
     "a_plan_without_the_model_of_train",
-    "meshwright.train.early",
+    "meshwright.train.run.model_section",
     "seq_len=config.data.seq_len",
     "seq_len=1",
     "tests/contract/test_early_errors.py::test_all_commands_say_the_same_before_they_import_what_trains"
@@ -4428,7 +4428,7 @@ _bug(
 
 _bug(
     "saves_count_for_the_step_before",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "            self.saving = {}\n",
     "",
     "tests/train/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
@@ -4436,7 +4436,7 @@ _bug(
 )
 _bug(
     "a_new_run_at_each_sitting",
-    "meshwright.train.journal",
+    "meshwright.train.run.journal",
     "return known if isinstance(known, str) and known else new_id()",
     "return new_id()",
     "tests/train/test_observers.py::test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed",
@@ -4444,7 +4444,7 @@ _bug(
 )
 _bug(
     "a_tracker_ends_the_run",
-    "meshwright.train.trackers",
+    "meshwright.train.run.trackers",
     "            self._has_failed = True\n            warn(",
     "            raise\n            warn(",
     "tests/train/test_observers.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on",
@@ -4452,7 +4452,7 @@ _bug(
 )
 _bug(
     "an_observer_hides_the_error",
-    "meshwright.train.telling",
+    "meshwright.train.loop.telling",
     "            _in_vain(lambda: hook.on_run_end(summary=summary))",
     "            hook.on_run_end(summary=summary)",
     "tests/train/test_observers.py::test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run",
@@ -4460,7 +4460,7 @@ _bug(
 )
 _bug(
     "the_optimizer_of_an_accelerator_counts_twice",
-    "meshwright.train.stopwatch",
+    "meshwright.train.loop.stopwatch",
     "        self._spans = waiting\n",
     "",
     "tests/train/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
@@ -4613,7 +4613,7 @@ _bug(
 
 _bug(
     "every_rank_is_profiled",
-    "meshwright.train.profiling",
+    "meshwright.train.run.observing",
     "asked.takes(mesh.rank)",
     "True",
     "tests/diagnose/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
@@ -4862,7 +4862,7 @@ _bug(
 )
 _bug(
     "a_run_that_fails_at_once_keeps_its_ranks",
-    "meshwright.train.restarts",
+    "meshwright.train.run.start",
     "0 if has_trained else min(self._fewer + 1, len(self._counts) - 1)",
     "0 if has_trained else self._fewer",
     "tests/launch/test_restarts.py::test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps",
@@ -4870,7 +4870,7 @@ _bug(
 )
 _bug(
     "a_save_is_begun_though_the_time_is_up",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "return bool(self.world.reduce_ints([seconds > signals.left_s])[0])",
     "return False",
     "tests/train/test_stopping.py::test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank",
@@ -4878,7 +4878,7 @@ _bug(
 )
 _bug(
     "left_out_batches_come_again",
-    "meshwright.train.bad_steps",
+    "meshwright.train.loop.bad_steps",
     "self.left_out += bad.step - to",
     "self.left_out += bad.step - to - 1",
     f"{_BAD}::test_every_stack_goes_back_and_leaves_out_the_batches_since_then[pp2 fsdp2]",
@@ -4886,7 +4886,7 @@ _bug(
 )
 _bug(
     "rate_stays_behind_after_a_step_that_was_left_out",
-    "meshwright.train.one_step",
+    "meshwright.train.loop.step",
     "    if scheduler is not None:\n        scheduler.step()\n    return scheduled",
     "    if scheduler is not None and bad is None:\n        scheduler.step()\n    return scheduled",
     f"{_BAD}::test_every_stack_leaves_out_a_step_that_is_not_a_number[megatron_fsdp]",
@@ -4894,7 +4894,7 @@ _bug(
 )
 _bug(
     "going_back_leaves_the_schedule_where_it_was",
-    "meshwright.train.rewinding",
+    "meshwright.train.loop.rewinding",
     "self._loop.scheduler.load_state_dict(copy.deepcopy(schedule))",
     "pass",
     f"{_BAD}::test_every_stack_goes_back_and_leaves_out_the_batches_since_then[pp2 fsdp2]",
@@ -4902,7 +4902,7 @@ _bug(
 )
 _bug(
     "what_was_left_out_is_forgotten_in_a_resume",
-    "meshwright.train.bad_steps",
+    "meshwright.train.loop.bad_steps",
     'self.left_out, self.count = int(known.get("left_out", 0)), int(known.get("count", 0))',
     'self.left_out, self.count = 0, int(known.get("count", 0))',
     f"{_BAD}::test_a_course_goes_on_as_it_would_have_after_it_was_stopped[4-function]",
@@ -4910,7 +4910,7 @@ _bug(
 )
 _bug(
     "bits_are_looked_at_after_the_save",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "        if self.verifier is not None:\n            self.verifier.verify(result.step)\n        if loop.on",
     "        if loop.on",
     f"{_VERIFY}::test_no_corrupted_state_is_saved",
@@ -4918,7 +4918,7 @@ _bug(
 )
 _bug(
     "what_is_copied_is_not_looked_at",
-    "meshwright.train.loop",
+    "meshwright.train.loop.fit",
     "            if self.verifier is not None:\n                self.verifier.verify(step)\n            return self.extra(step)",
     "            return self.extra(step)",
     "tests/replicate/test_memory_keeper.py::test_what_a_bit_has_changed_is_not_copied[every=1]",
@@ -5000,7 +5000,7 @@ _bug(
 )
 _bug(
     "wrong_input_is_begun_anew",
-    "meshwright.train.restarts",
+    "meshwright.train.run.start",
     "if code != FAILED or not limit:",
     "if code == 0 or not limit:",
     "tests/launch/test_restarts.py::test_a_run_is_begun_anew_until_it_has_been_so_often",
@@ -5072,7 +5072,7 @@ _bug(
 )
 _bug(
     "a_run_begins_amid_the_checkpoints_of_another",
-    "meshwright.train.fate",
+    "meshwright.train.run.fate",
     "if is_elsewhere(config) and (there := all_in(saved_by(config))):",
     "if is_elsewhere(config) and held and (there := all_in(saved_by(config))):",
     "tests/checkpoint/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
@@ -5080,7 +5080,7 @@ _bug(
 )
 _bug(
     "checkpoints_of_others_are_replaced",
-    "meshwright.train.fate",
+    "meshwright.train.run.fate",
     "isinstance(whose, str) and Path(whose).resolve() != Path(config.output_dir).resolve()",
     "whose is None",
     "tests/checkpoint/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
@@ -5088,7 +5088,7 @@ _bug(
 )
 _bug(
     "each_node_has_a_key_of_its_own",
-    "meshwright.train.saved",
+    "meshwright.train.run.run_directory",
     "number = 0 if key is None else key.fingerprint",
     "number = 0 if key is None else 1",
     "tests/checkpoint/test_checkpoint_verify.py::test_ranks_with_different_keys_are_refused_on_all[files2-holds another key on some nodes than on others. Give all of them the same file]",

@@ -20,7 +20,7 @@ from meshwright.checkpoint.payload import write_tensors
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
-from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
 from meshwright.train.schedules import build_scheduler
 
 CASE = Case(steps=2)

@@ -24,9 +24,9 @@ from meshwright.checkpoint.places import Access, LocalFolder
 from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
-from meshwright.train.checkpoint_section import CheckpointConfig
-from meshwright.train.run_file import load_run
-from meshwright.train.saved import check_same_key
+from meshwright.train.run.checkpoint_section import CheckpointConfig
+from meshwright.train.run.run_directory import RunDirectory
+from meshwright.train.run.run_file import load_run
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 OURS, THEIRS = b"a secret of ours, of 32 bytes or so", b"a secret of theirs, of 32 bytes also"
@@ -202,7 +202,7 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
     file = files[world.rank]
     section = {"every": 1, "key_file": None if file is None else str(Path(root, file))}
     config = load_run(Path(root, "run.yaml")).model_copy(update={"checkpoint": CheckpointConfig(**section)})
-    return error_of(lambda: check_same_key(config, world)) or "the same"
+    return error_of(lambda: RunDirectory.of(config).check_same_key(world)) or "the same"
 
 
 @pytest.mark.parametrize(

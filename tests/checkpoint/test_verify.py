@@ -28,7 +28,7 @@ from meshwright.tensors.ops import fingerprint
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_with_optimizer
-from meshwright.train.verifying import judged
+from meshwright.train.loop.verifying import judged
 
 CASE = Case(microbatches=2, sequences=16)
 STEPS, EVERY = 6, 2

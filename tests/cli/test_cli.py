@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import main as cli
 from meshwright.launch import local as launch
-from meshwright.train import start
-from meshwright.train.run_file import load_run
+from meshwright.train.run import start
+from meshwright.train.run.run_file import load_run
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from meshwright.base.validation import validated
 from meshwright.guide.explain.facts import Facts, facts_of
 from meshwright.guide.explain.words import sections_of
-from meshwright.train.run_file import RunConfig, assigned
+from meshwright.train.run.run_file import RunConfig, assigned
 
 RUN: dict[str, Any] = {
     "model": {

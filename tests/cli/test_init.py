@@ -24,7 +24,7 @@ from meshwright.guide.first_run.answers import Answers, Machine, known_of
 from meshwright.guide.first_run.text import TEMPLATE
 from meshwright.guide.first_run.write import write_run_file
 from meshwright.testing.models import tiny_model
-from meshwright.train.run_file import RunConfig, load_run
+from meshwright.train.run.run_file import RunConfig, load_run
 
 ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "What is 2?"}, {"role": "assistant", "content": "Two, or so it is said."}]

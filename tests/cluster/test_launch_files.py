@@ -23,7 +23,7 @@ from meshwright.cli.main import app
 from meshwright.clusters import TARGETS, Target
 from meshwright.clusters.files import files_of, submission
 from meshwright.clusters.job import Job, plan_job
-from meshwright.train.run_file import RunConfig
+from meshwright.train.run.run_file import RunConfig
 
 DATA = Path(__file__).parents[1] / "data"
 VALUES: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from meshwright import ConfigError, MeshSizes, RunConfig, get_strategy, list_strategies
 from meshwright.data.config import DataConfig
 from meshwright.step.token_loss import target_loss_sum
-from meshwright.train.run_file import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
+from meshwright.train.run.run_file import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
 from meshwright_ddp import DDPConfig, DistributedDataParallelConfig
 from meshwright_fsdp2 import FSDP2Config
 

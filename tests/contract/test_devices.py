@@ -20,9 +20,10 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
-from meshwright.train.loop import Loop, fit
-from meshwright.train.memory import memory_now
-from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.loop.fit import fit
+from meshwright.train.loop.options import Loop
+from meshwright.train.loop.step import memory_now
+from meshwright.train.run.run_file import ScheduleConfig
 from meshwright.train.schedules import build_scheduler
 
 CASE = Case(steps=2, sequences=4, microbatches=2)

@@ -37,9 +37,9 @@ from meshwright.data.encoding.tokenizing import tokenized, tokenizing
 from meshwright.data.encoding.worker import Worker
 from meshwright.data.reading.json_array import elements
 from meshwright.data.reading.records import Record
-from meshwright.train.plan import plan_run
-from meshwright.train.resume import _differences
-from meshwright.train.run_file import load_run
+from meshwright.train.run.preflight import plan_run
+from meshwright.train.run.resume import _differences
+from meshwright.train.run.run_file import load_run
 
 ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 

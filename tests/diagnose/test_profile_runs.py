@@ -29,9 +29,9 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
-from meshwright.train.plan import plan_run
-from meshwright.train.run_file import load_run
-from meshwright.train.run_schema import run_schema
+from meshwright.train.run.preflight import plan_run
+from meshwright.train.run.run_file import load_run
+from meshwright.train.run.run_schema import run_schema
 
 PARTS = {"data", "forward_backward", "clip", "read", "optimizer"}
 

@@ -28,11 +28,11 @@ from meshwright.replay.record import Beginning, Recorded
 from meshwright.replay.start import Replayed, replay
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
-from meshwright.train import assembly
-from meshwright.train.plan import data_and_model_config
-from meshwright.train.report import as_record
-from meshwright.train.run import run_rank
-from meshwright.train.run_file import load_run
+from meshwright.train.run import assembly
+from meshwright.train.run.preflight import data_and_model_config
+from meshwright.train.run.report import as_record
+from meshwright.train.run.run_file import load_run
+from meshwright.train.run.run_rank import run_rank
 
 STEPS = 6
 

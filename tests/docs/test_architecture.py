@@ -57,7 +57,7 @@ TORCH_FREE = {
     "strategy.registry",
     "strategy.spec",
     "strategy.stack",
-    "train.run_file",
+    "train.run.run_file",
 }
 BRIDGES = {"meshwright_fabric", "meshwright_trainer", "meshwright_trackers"}
 """Packages that register no strategy."""

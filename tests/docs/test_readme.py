@@ -128,7 +128,7 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
     "document", ["README.md", *(f"docs/{name}.md" for name in ("adapters", "clusters", "data", "fit", "optimizers"))]
 )
 def test_run_files_that_documents_print_are_valid(document: str) -> None:
-    from meshwright.train.run_file import RunConfig
+    from meshwright.train.run.run_file import RunConfig
 
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)

@@ -24,8 +24,8 @@ import meshwright
 from meshwright.base import errors
 from meshwright.base.error_text import said
 from meshwright.base.errors import MeshwrightError
-from meshwright.train import run_file
-from meshwright.train.run_file import RunConfig
+from meshwright.train.run import run_file
+from meshwright.train.run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[2]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

@@ -33,7 +33,7 @@ from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import case_model, case_vocab
 from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, full_weights, train_steps
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 LARGE = 1e3
 """A budget in which everything is held [GB]."""

@@ -51,15 +51,20 @@ OWNERS = {
     "meshwright_pipeline.config": ["PipelineConfig"],
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
-    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig"],
+    "meshwright.train.run.run_file": ["RunConfig", "ScheduleConfig"],
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
-    "meshwright.train.run_sections": [
+    "meshwright.train.run.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "ElasticConfig", "ResumeConfig"),
         *("PlanConfig", "MetricsConfig", "StragglersConfig"),
     ],
-    "meshwright.train.checkpoint_section": ["CheckpointConfig", "KeepBestConfig", "OnSignalConfig", "ReplicateConfig"],
-    "meshwright.train.bad_steps": ["BadStepConfig"],
-    "meshwright.train.launch_section": [
+    "meshwright.train.run.checkpoint_section": [
+        "CheckpointConfig",
+        "KeepBestConfig",
+        "OnSignalConfig",
+        "ReplicateConfig",
+    ],
+    "meshwright.train.loop.bad_steps": ["BadStepConfig"],
+    "meshwright.train.run.launch_section": [
         *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),
     ],
     "meshwright.data.config": ["DataConfig", "SourceConfig"],

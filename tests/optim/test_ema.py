@@ -32,9 +32,9 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, full_weights, train_between, train_steps
-from meshwright.train.ema import EMA
+from meshwright.train.loop.ema import EMA
 from meshwright.train.optimizer_config import EMAConfig
-from meshwright.train.run_file import OptimizerConfig, ScheduleConfig, load_run
+from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig, load_run
 
 EXACT = 1e-12
 CASE = Case(

@@ -16,7 +16,7 @@ from meshwright.train.optim import (
     optimizer_factory,
     try_optimization,
 )
-from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
 from meshwright.train.schedules import build_scheduler
 
 

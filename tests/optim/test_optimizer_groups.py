@@ -35,7 +35,7 @@ from meshwright.testing.resumed import Part, train_resumed, wrong_rates
 from meshwright.train.optim import optimizer_factory, try_optimization
 from meshwright.train.optimizer_groups import Trained, group_numbers, what_is_trained
 from meshwright.train.optimizers import Optimizers
-from meshwright.train.run_file import OptimizerConfig, OptimizerGroup, ScheduleConfig
+from meshwright.train.run.run_file import OptimizerConfig, OptimizerGroup, ScheduleConfig
 
 MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
 EMBEDDING: dict[str, Any] = {"match": ["*embed*"], "lr": 5e-3, "weight_decay": 0.3, "options": {"eps": 1e-6}}

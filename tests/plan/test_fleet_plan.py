@@ -38,8 +38,8 @@ from meshwright.plan.fleet.fleet import HOUR
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan
 from meshwright.testing.pool import pool
-from meshwright.train.run_file import RunConfig
-from meshwright.train.run_sections import PlanConfig
+from meshwright.train.run.run_file import RunConfig
+from meshwright.train.run.run_sections import PlanConfig
 
 RATE = PlanConfig().failures_per_rank_hour
 STEP_S, RANKS = 5.0, 128

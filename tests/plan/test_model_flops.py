@@ -20,9 +20,10 @@ from meshwright.strategy.stack import resolve
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
+from meshwright.train.loop.extension import Flops
 from meshwright.train.optim import optimizer_factory
-from meshwright.train.report import describe
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.report import describe
+from meshwright.train.run.run_file import OptimizerConfig
 
 S = 48
 """Tokens of a row."""
@@ -193,8 +194,8 @@ def _fitted(peak: float | None) -> list[StepResult]:
     case = Case()
     manager = build_manager("ddp", {}, {}, case)
     mesh = manager.mesh
-    loop = Loop(lambda step: share(case, step, mesh.data_rank, mesh.data_size), steps=2, flops_per_token=600.0)
-    return fit(manager, Loop(**{**vars(loop), "peak_flops": peak}))
+    flops = Flops(600.0, peak)
+    return fit(manager, Loop(lambda step: share(case, step, mesh.data_rank, mesh.data_size), 2, extensions=[flops]))
 
 
 def test_mfu_is_the_part_of_what_all_devices_could_have_done() -> None:

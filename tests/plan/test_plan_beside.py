@@ -13,7 +13,7 @@ from support.commands import MODEL, command, write_run
 
 from meshwright.plan.comparison import Comparison, accompany, peak_flops
 from meshwright.plan.device import DEVICES
-from meshwright.train.run_file import load_run
+from meshwright.train.run.run_file import load_run
 
 WIDER = {**MODEL, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2")

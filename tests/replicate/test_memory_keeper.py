@@ -35,10 +35,10 @@ from meshwright.memory.place import places_of
 from meshwright.memory.room import Rooms
 from meshwright.memory.wire import Link
 from meshwright.testing import pool
-from meshwright.train.checkpoint_section import CheckpointConfig
-from meshwright.train.fate import check_restarts
-from meshwright.train.restarts import rank_counts
-from meshwright.train.run_file import RunConfig
+from meshwright.train.run.checkpoint_section import CheckpointConfig
+from meshwright.train.run.fate import check_restarts
+from meshwright.train.run.run_file import RunConfig
+from meshwright.train.run.start import rank_counts
 
 TOKEN = "a token"
 

@@ -30,8 +30,8 @@ from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.remote_code import digest_of_code
 from meshwright.testing.models import tiny_model
-from meshwright.train.journal import id_of
-from meshwright.train.restarts import _last_step
+from meshwright.train.run.journal import id_of
+from meshwright.train.run.start import _last_step
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PATTERN = r"(\w+|\.)*(\w|\.)*(\w|\.)*!"

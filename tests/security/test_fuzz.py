@@ -42,11 +42,11 @@ from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import model_config
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
-from meshwright.train import start
-from meshwright.train.model_trial import try_model
 from meshwright.train.optim import needs_closure, try_optimization
-from meshwright.train.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
-from meshwright.train.run_schema import run_schema
+from meshwright.train.run import start
+from meshwright.train.run.model_trial import try_model
+from meshwright.train.run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
+from meshwright.train.run.run_schema import run_schema
 
 PATIENCE_S = 60
 """Of one case, on a busy machine; on a quiet one they take milliseconds."""

@@ -34,9 +34,9 @@ from meshwright.model.adapter import read_adapter_config
 from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained.reader import open_pretrained
 from meshwright.plan.device import find_device
-from meshwright.train.fate import check_output
-from meshwright.train.report import read_metrics
-from meshwright.train.run_file import load_run
+from meshwright.train.run.fate import check_output
+from meshwright.train.run.report import read_metrics
+from meshwright.train.run.run_file import load_run
 from meshwright.watch.answers import Answers, as_json
 from meshwright.watch.run import WatchedRun
 

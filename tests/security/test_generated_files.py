@@ -20,7 +20,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.clusters import TARGETS, Target
 from meshwright.clusters.files import files_of
 from meshwright.clusters.job import Job, plan_job
-from meshwright.train.run_file import RunConfig
+from meshwright.train.run.run_file import RunConfig
 
 PIECES = [
     *("$(touch PWNED)", "`touch PWNED`", "$HOME", "${HOME}", "$(NODE_RANK)", "$(RANK)", "$$", "$$$", "$(", "$@"),

@@ -18,10 +18,9 @@ from meshwright.checkpoint.drafts import LocalDraft
 from meshwright.checkpoint.places import LocalFolder
 from meshwright.files.parsing import time_limit
 from meshwright.files.writing import append, fresh, open_to_append, write_whole, written_whole
-from meshwright.train import files
-from meshwright.train.output import locked
+from meshwright.train.run import run_directory as files
 
-CORE = Path(files.__file__).parents[1]
+CORE = Path(files.__file__).parents[2]
 MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")
 SECRET = "what the user has written\n"
 FILES = [files.METRICS, files.CURVE, files.EVENTS, files.REFERENCE, files.SUMMARY, files.RUN, files.HOLDER, files.LOCK]
@@ -39,7 +38,7 @@ def _train(directory: Path, out: Path) -> tuple[int, str]:
 
 
 def _refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a link|is neither"), locked(out, patience_s=0):
+    with pytest.raises(ConfigError, match=r"is a link|is neither"), files.RunDirectory(out).locked(patience_s=0):
         pass
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.fate import Fate, check_output
-from meshwright.train.files import LISTED, METRICS, MODEL, REPLACED, REPLACED_FILES, RUN
-from meshwright.train.listing import listed
-from meshwright.train.output import prepare_output
-from meshwright.train.run_file import RunConfig
+from meshwright.train.run.fate import Fate, check_output
+from meshwright.train.run.run_directory import LISTED, METRICS, MODEL, REPLACED, REPLACED_FILES, RUN, RunDirectory
+from meshwright.train.run.run_file import RunConfig
 
 
 def _config(directory: Path) -> RunConfig:
@@ -34,26 +32,26 @@ def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp
         with pytest.raises(ConfigError, match=f"would remove {name}.*which no run has made"):
             check_output(_config(tmp_path), 3)
     with pytest.raises(ConfigError, match=f"would remove {name}"):
-        prepare_output(_config(tmp_path), replaces=True)
+        RunDirectory(tmp_path).prepare("", replaces=True)
     # A run that begins beside it leaves it, too, but for the file that it writes anew.
     if name not in (RUN, "summary.json"):
-        prepare_output(_config(tmp_path), replaces=False)
+        RunDirectory(tmp_path).prepare("", replaces=False)
         assert mine.read_text() == "the user's own"
-        assert name not in listed(tmp_path)
+        assert name not in RunDirectory(tmp_path).listed()
 
 
 def test_what_a_run_has_made_is_removed_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    prepare_output(config, replaces=False)
-    assert listed(tmp_path) == {*REPLACED, *REPLACED_FILES}
+    RunDirectory(tmp_path).prepare("", replaces=False)
+    assert RunDirectory(tmp_path).listed() == {*REPLACED, *REPLACED_FILES}
     (tmp_path / METRICS).write_text("{}\n")
     (tmp_path / MODEL).mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     assert check_output(config, 3) is Fate.REPLACE
-    prepare_output(config, replaces=True)
+    RunDirectory(tmp_path).prepare("", replaces=True)
     assert {path.name for path in tmp_path.iterdir()} == {RUN, LISTED, "notes.txt"}
 
 
 def test_a_list_names_only_what_runs_make(tmp_path: Path) -> None:
     (tmp_path / LISTED).write_text(json.dumps(["../outside", "/etc/passwd", "notes.txt", MODEL, ".", ""]))
-    assert listed(tmp_path) == {MODEL}
+    assert RunDirectory(tmp_path).listed() == {MODEL}

@@ -19,9 +19,9 @@ from meshwright.clusters import TARGETS, Target
 from meshwright.clusters.files import files_of, write
 from meshwright.clusters.job import Job, plan_job
 from meshwright.events.run import TrackerSpec
-from meshwright.train import trackers
-from meshwright.train.hidden_values import HIDDEN, is_secret, resolved
-from meshwright.train.run_file import RunConfig, as_plain
+from meshwright.train.run import trackers
+from meshwright.train.run.hidden_values import HIDDEN, is_secret, resolved
+from meshwright.train.run.run_file import RunConfig, as_plain
 
 SECRET = "correct-horse-battery-staple"
 NAMES = [

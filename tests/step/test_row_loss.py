@@ -41,7 +41,7 @@ from meshwright.testing.models import case_vocab
 from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 CHUNK = 5
 FEW = 8

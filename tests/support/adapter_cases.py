@@ -21,7 +21,7 @@ from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.train.optim import optimizer_factory
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 R = {"r": 4, "lora_alpha": 8}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

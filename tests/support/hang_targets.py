@@ -14,8 +14,8 @@ import time
 
 from meshwright.launch.local import launch, warm_up
 from meshwright.launch.rank import guarded, leave
-from meshwright.train.run import run_rank
-from meshwright.train.run_file import load_run
+from meshwright.train.run.run_file import load_run
+from meshwright.train.run.run_rank import run_rank
 
 
 def stop():
@@ -48,7 +48,7 @@ def places():
     from meshwright.checkpoint.saving import Saving
     from meshwright.data import Feed
     from meshwright.manager.data_parallel import DataParallelManager
-    from meshwright.train.rank_log import RankLog
+    from meshwright.train.run.rank_log import RankLog
 
     return {
         "nothing": (DataParallelManager, "forward_backward", -1, stop),

@@ -20,7 +20,7 @@ from meshwright.strategy.stack import resolve
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
 from meshwright.train.optim import optimizer_factory
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 SLOW = pytest.mark.slow
 WIDTH = 4

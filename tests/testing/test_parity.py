@@ -23,7 +23,7 @@ from meshwright.testing.parity import (
     train_part,
     train_steps,
 )
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 HSDP = {"dp_replicate_size": 2}
 LAYOUTS = [

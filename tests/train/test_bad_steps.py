@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.commands import command, write_run
-from test_stopping import STACKS
+from support.stacks import STACKS
 from torch import Tensor
 
 from meshwright import BadStepConfig, Checkpointer, ConfigError, Loop, StepResult, TrainingError, fit, load_checkpoint
@@ -30,9 +30,9 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_with_optimizer, full_weights
-from meshwright.train.bad_steps import LEAST_KNOWN, BadSteps, deviations_above
-from meshwright.train.report import as_record, read_metrics
-from meshwright.train.run_file import load_run
+from meshwright.train.loop.bad_steps import LEAST_KNOWN, BadSteps, deviations_above
+from meshwright.train.run.report import as_record, read_metrics
+from meshwright.train.run.run_file import load_run
 
 CASE = Case(microbatches=2, sequences=16)
 POISON = 130
@@ -169,6 +169,7 @@ def _compare(found: Any, expected: Any, draws: Sequence[int | None]) -> None:
         torch.testing.assert_close(weights[name], value, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_stack_leaves_out_a_step_that_is_not_a_number(stack: str, tmp_path: Path) -> None:
     draws = [0, 1, None, 3, 4, 5]
@@ -178,6 +179,7 @@ def test_every_stack_leaves_out_a_step_that_is_not_a_number(stack: str, tmp_path
         assert found[2] == [(3, None, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_stack_goes_back_and_leaves_out_the_batches_since_then(stack: str, tmp_path: Path) -> None:
     # The fourth batch is bad; the newest checkpoint is that of step 2. Then the eighth, which comes sixth: back to 4.
@@ -188,8 +190,10 @@ def test_every_stack_goes_back_and_leaves_out_the_batches_since_then(stack: str,
         assert found[2] == [(4, 2, 1), (6, 4, 2)]
 
 
-@pytest.mark.parametrize("in_passes", [False, True], ids=["function", "iterable"])
-@pytest.mark.parametrize("stop_at", [None, 4, 5])
+@pytest.mark.parametrize("in_passes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["function", "iterable"])
+@pytest.mark.parametrize(
+    "stop_at", [pytest.param(None, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
+)
 def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(
     stop_at: int | None, in_passes: bool, tmp_path: Path
 ) -> None:
@@ -258,6 +262,7 @@ def _weighted(kind: str, directory: str) -> tuple[list[tuple[float, str]], dict[
     return [(each.loss, each.skipped) for each in results], full_weights(manager)
 
 
+@pytest.mark.slow
 def test_an_objective_that_is_not_finite_and_one_that_leaps_are_left_out(tmp_path: Path) -> None:
     bad = LEAST_KNOWN + 3
     (nothing, _), (far, weights), (nan, others) = (
@@ -320,6 +325,7 @@ def test_deviations_are_those_of_a_normal_distribution() -> None:
 
 
 def test_the_limit_counts_bad_steps_since_the_furthest_good_one() -> None:
+    assert _judged(BadStepConfig(), [1.0])[1].state() == {}
     judge = BadSteps(BadStepConfig(do="skip", limit=2))
     for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan), (4, 1.0), (5, math.nan), (6, math.nan)):
         judge.judge(step, loss, 1.0)
@@ -352,6 +358,7 @@ def _lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None:
     """Norms of a low rate vary about their median; the same run, stopped in between, judges the same."""
     write_run(tmp_path)
@@ -393,9 +400,3 @@ def test_lines_of_steps_that_were_left_out_are_read_again(tmp_path: Path) -> Non
     assert math.isnan(first.loss)
     assert math.isnan(first.grad_norm)
     assert (first.skipped, second.skipped, second.loss) == ("the loss is nan", "", 1.0)
-
-
-def test_the_state_of_a_loop_that_stops_at_bad_steps_is_empty() -> None:
-    judge = BadSteps(BadStepConfig())
-    judge.judge(1, 1.0, 1.0)
-    assert judge.state() == {}

@@ -18,11 +18,11 @@ from support.runs import Place
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.data import load_tokenizer
-from meshwright.train.plan import data_and_model_config, plan_run, steps_of
-from meshwright.train.resume import early_stopping
-from meshwright.train.run_file import ScheduleConfig, load_run
-from meshwright.train.sample import beginning
-from meshwright.train.watch import EarlyStopping
+from meshwright.train.loop.watch import EarlyStopping
+from meshwright.train.run.output import beginning
+from meshwright.train.run.preflight import data_and_model_config, plan_run, steps_of
+from meshwright.train.run.resume import early_stopping
+from meshwright.train.run.run_file import ScheduleConfig, load_run
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def _summary(place: Place) -> dict[str, Any]:
 # -- epochs and warm-up
 
 
+@pytest.mark.slow
 def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
     place: Place, workplace: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +110,7 @@ def _patient(patience: int) -> dict[str, Any]:
     return {**STOPPING, "eval": {"every": 1, "early_stopping": {"patience": patience, "min_delta": 99.0}}}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient(ranks: int, place: Place) -> None:
     def run(**changes: Any) -> str:
         output, error, code = place.run(ranks=ranks, strategy="ddp", nproc=ranks, **changes)
@@ -131,6 +132,7 @@ def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient
     assert [line["step"] for line in place.metrics()] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workplace: Path, tmp_path: Path) -> None:
     place.runs(**STOPPING)
     other = Place(workplace, tmp_path / "other")
@@ -147,17 +149,16 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workpla
     assert "after 6 of 8 steps" in third.runs(**STOPPING, **smooth, resume={"from": source, "allow": ["objective"]})
 
 
-def test_patience_is_with_the_set_that_is_named(workplace: Path, tmp_path: Path) -> None:
-    run = yaml.safe_load((workplace / "run.yaml").read_text())
-    run["data"]["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
-    run["eval"] = {"every": 1, "early_stopping": {"set": "news", "patience": 2, "min_delta": 0.5}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    assert early_stopping(load_run(tmp_path / "run.yaml")) == EarlyStopping("news", patience=2, min_delta=0.5)
+def test_patience_is_with_the_set_that_is_named(place: Place) -> None:
+    told = {"every": 1, "early_stopping": {"set": "news", "patience": 2, "min_delta": 0.5}}
+    config = load_run(place.file(eval=told), ["data.eval_sets={news: {files: a.jsonl}}"])
+    assert early_stopping(config) == EarlyStopping("news", patience=2, min_delta=0.5)
 
 
 # -- several sets, and the best
 
 
+@pytest.mark.slow
 def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     data["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
@@ -199,6 +200,7 @@ def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
 # -- the sample
 
 
+@pytest.mark.slow
 def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: Place) -> None:
     changes = {"steps": 1, "schedule": {}, "checkpoint": {}}
     config = load_run(place.file(**changes))
@@ -234,6 +236,7 @@ def _told_sums(place: Place) -> list[dict[str, float]]:
     return [{name: value / line["num_tokens"] for name, value in line["sums"].items()} for line in place.metrics()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", ["orpo", {"name": "simpo", "gamma": 0.1}, {"name": "dpo", "reference_free": True}]
 )
@@ -247,6 +250,7 @@ def test_preferences_are_trained_without_a_reference(objective: Any, preferences
     assert not (place.out / "reference.npz").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sizes", "ranks"), [("ddp", {}, 2), ("fsdp2", {"tp_size": 2}, 2)], ids=str)
 def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
     strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: Place, tmp_path: Path
@@ -287,6 +291,8 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
             {"corpus": True},
             "objective 'orpo' takes rows 2 by 2, and those of these data do not belong together",
         ),
+        ({"name": "value", "clip": None}, {"corpus": True}, "'value' is over the outputs of another head"),
+        ({"name": "unlikelihood"}, {"corpus": True}, "'unlikelihood' needs negatives beside the tokens"),
         ("orpo", {"packing": "documents"}, "packing=documents"),
         ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 counts rows, of which 2 belong together"),
     ],
@@ -308,6 +314,7 @@ def test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_star
     assert not place.out.exists()
 
 
+@pytest.mark.slow
 def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
     place: Place, workplace: Path, tmp_path: Path
 ) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from kill_sweep import LAYOUTS, STEPS, Layout, finish, make_run, sweep
 
-PIPELINE: dict[str, Any] = {"strategy": "single", "nproc": 2, "pp_size": 2}
+PIPELINE = "pipeline over single"
 LAYOUTS_TO_RESUME: dict[str, dict[str, Any]] = {
     **LAYOUTS,
     "single": {"strategy": "single", "nproc": 1},
     "ddp": {"strategy": "ddp", "nproc": 2},
-    # Two stages on a rank, so groups in another number than elsewhere.
-    "pipeline over single": {**PIPELINE, "wrapper_config": {"pipeline": {"pp_schedule": "zbv"}}},
     "pipeline over ddp": {"strategy": "ddp", "nproc": 4, "pp_size": 2},
 }
 
@@ -26,18 +24,29 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kill")
 
 
+@pytest.mark.slow
+def test_a_run_killed_while_it_trains_and_while_it_saves_ends_as_one_that_was_not(workplace: Path) -> None:
+    layout = Layout(workplace, "killed", LAYOUTS["fsdp2"], random.Random(0))
+    for moment, victim in (("training", "rank"), ("writing", "all"), ("training", "all")):
+        layout.kill(moment, victim)
+    layout.end()
+
+
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", [name for name in LAYOUTS_TO_RESUME if name != "pipeline over single"])
+@pytest.mark.parametrize("name", LAYOUTS_TO_RESUME)
 def test_a_killed_run_ends_with_the_numbers_and_weights_of_one_that_was_not(name: str, workplace: Path) -> None:
     layout = Layout(workplace, name, LAYOUTS_TO_RESUME[name], random.Random(name))
     layout.kill("training", "all")
     layout.end()
 
 
+@pytest.mark.slow
 def test_a_killed_pipeline_ends_as_one_that_was_not_and_goes_on_without_one_at_the_same_rates(workplace: Path) -> None:
-    name = "pipeline over single"
-    layout = Layout(workplace, name, LAYOUTS_TO_RESUME[name], random.Random(name))
-    while not layout.run.checkpoints.is_dir() or not any(path.name[-1].isdigit() for path in _found(layout)):
+    # Two stages on a rank, so groups in another number than elsewhere.
+    settings = {"strategy": "single", "nproc": 2, "pp_size": 2, "wrapper_config": {"pipeline": {"pp_schedule": "zbv"}}}
+    layout = Layout(workplace, PIPELINE, settings, random.Random(PIPELINE))
+    found = layout.run.checkpoints
+    while not found.is_dir() or not any(path.name[-1].isdigit() for path in found.iterdir()):
         layout.kill("training", "all")
     other = make_run(workplace, "other", LAYOUTS_TO_RESUME["single"])
     shutil.copytree(layout.run.directory, other.directory)
@@ -46,10 +55,6 @@ def test_a_killed_pipeline_ends_as_one_that_was_not_and_goes_on_without_one_at_t
     rates = [(each["step"], each["learning_rate"]) for each in other.numbers()]
     assert len(rates) == STEPS
     assert rates == [(each["step"], each["learning_rate"]) for each in layout.run.numbers()]
-
-
-def _found(layout: Layout) -> list[Path]:
-    return list(layout.run.checkpoints.iterdir())
 
 
 @pytest.mark.zoo

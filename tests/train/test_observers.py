@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from kill_sweep import Started, end_session, make_run
-from support.commands import LAUNCHER_VARIABLES, command, write_run
+from support import runs
+from support.commands import LAUNCHER_VARIABLES, write_run
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.base.validation import FrozenModel
@@ -28,14 +28,15 @@ from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
 from meshwright.testing import pool
-from meshwright.train.curve import Curve
-from meshwright.train.files import CURVE, EVENTS, METRICS
-from meshwright.train.journal import id_of
-from meshwright.train.rank_log import RankLog, rank_file
-from meshwright.train.run import run_rank
-from meshwright.train.run_file import load_run
-from meshwright.train.stopwatch import Stopwatch
-from meshwright.train.trackers import chosen, list_trackers
+from meshwright.train.loop.stopwatch import Stopwatch
+from meshwright.train.run.curve import Curve
+from meshwright.train.run.journal import id_of
+from meshwright.train.run.preflight import plan_run
+from meshwright.train.run.rank_log import RankLog
+from meshwright.train.run.run_directory import CURVE, EVENTS, METRICS, RunDirectory
+from meshwright.train.run.run_file import load_run
+from meshwright.train.run.run_rank import run_rank
+from meshwright.train.run.trackers import chosen, list_trackers
 
 ORDER = ["start", "step", "evaluation", "step", "checkpoint", "step", "evaluation", "step", "checkpoint", "end"]
 """Of four steps with an evaluation and a checkpoint after every second."""
@@ -158,13 +159,10 @@ def _rank(path: str, observers: Mapping[int, list[Any]], plugs: bool) -> tuple[l
     return seen.told, error, [str(each.message) for each in warned]
 
 
-class Place:
-    """Runs in one directory."""
+class Place(runs.Place):
+    """Runs in one directory, with observers."""
 
-    def __init__(self, workplace: Path, directory: Path) -> None:
-        self._workplace, self.directory, self.out = workplace, directory, directory / "out"
-
-    def run(
+    def observe(
         self,
         *,
         ranks: int = 2,
@@ -172,13 +170,9 @@ class Place:
         plugs: bool = False,
         **changes: Any,
     ) -> list[tuple[list[Any], str, list[str]]]:
-        values = yaml.safe_load((self._workplace / "run.yaml").read_text())
-        values |= {"strategy_config": {}, "output_dir": str(self.out), "steps": 4, "sample": None, "timeout_s": 20}
+        values = {"strategy": "fsdp2", "nproc": "auto", "steps": 4, "timeout_s": 20}
         values |= {"eval": {"every": 2, "sequences": 2}, "checkpoint": {"every": 2, "asynchronous": False}}
-        values |= changes
-        path = self.directory / "run.yaml"
-        path.write_text(yaml.safe_dump(values))
-        return pool(ranks).run(_rank, str(path), observers or {}, plugs)
+        return pool(ranks).run(_rank, str(self.file(**values | changes)), observers or {}, plugs)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.out / name).read_text().splitlines()]
@@ -200,7 +194,7 @@ def place(workplace: Path, tmp_path: Path) -> Place:
 
 
 def test_observers_of_every_rank_are_told_of_the_whole_course(place: Place) -> None:
-    for rank, (told, error, _) in enumerate(place.run()):
+    for rank, (told, error, _) in enumerate(place.observe()):
         assert not error
         assert [name for name, _ in told] == ORDER
         assert all(each.rank == rank for _, each in told)
@@ -224,7 +218,7 @@ def _parameters(out: Path) -> int:
 
 
 def test_a_step_tells_its_parts_rates_and_memory(place: Place) -> None:
-    told, error, _ = place.run(optimizer={"lr": 1e-2, "weight_decay": 0.1})[1]
+    told, error, _ = place.observe(optimizer={"lr": 1e-2, "weight_decay": 0.1})[1]
     assert not error
     results = [each for name, each in told if name == "step"]
     for result in results:
@@ -252,7 +246,7 @@ def test_utilization_is_the_models_work_of_what_all_devices_could_do() -> None:
 
 
 def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
-    for told, error, _ in place.run(observers={0: [], 1: []}, optimizer={"lr": 1e30}):
+    for told, error, _ in place.observe(observers={0: [], 1: []}, optimizer={"lr": 1e30}):
         names = [name for name, _ in told]
         assert names[-2:] == ["fault", "end"]
         fault, summary = told[-2][1], told[-1][1]
@@ -265,13 +259,14 @@ def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
 
 
 def test_an_observer_that_fails_at_the_start_is_told_on_all_ranks(place: Place) -> None:
-    errors = [error for _, error, _ in place.run(observers={1: [Fails("on_run_start")]})]
+    errors = [error for _, error, _ in place.observe(observers={1: [Fails("on_run_start")]})]
     assert errors[1] == "raw: no room"
     assert "an observer fails at the start of the run: RuntimeError: no room" in errors[0]
 
 
+@pytest.mark.slow
 def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(place: Place) -> None:
-    _, error, warned = place.run(ranks=1, observers={0: [Fails("on_run_end")]}, nproc=1, optimizer={"lr": 1e30})[0]
+    _, error, warned = place.observe(ranks=1, observers={0: [Fails("on_run_end")]}, nproc=1, optimizer={"lr": 1e30})[0]
     assert "the loss is" in error
     assert any("an observer fails at the end of the run: RuntimeError: no room" in each for each in warned)
 
@@ -279,8 +274,9 @@ def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(
 # -- what is left behind
 
 
+@pytest.mark.slow
 def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place) -> None:
-    place.run()
+    place.observe()
     first = [each["event"] for each in place.lines(EVENTS)]
     assert first == ["start", "startup", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
     (startup,) = [each for each in place.lines(EVENTS) if each["event"] == "startup"]
@@ -288,13 +284,13 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     assert {"process group", "model", "sharding and weights", "first step", "total"} < seconds.keys()
     assert sum(each for part, each in seconds.items() if part != "total") == pytest.approx(seconds["total"], abs=0.02)
     assert min(seconds.values()) >= 0
-    place.run(steps=6)
+    place.observe(steps=6)
     events = place.lines(EVENTS)
     starts = [each for each in events if each["event"] == "start"]
     assert [each["start"] for each in starts] == [0, 4]
-    assert starts[0]["id"] == starts[1]["id"] == id_of(place.out)
+    assert starts[0]["id"] == starts[1]["id"] == id_of(place.out / EVENTS)
     for rank in range(2):
-        path = rank_file(place.out, rank).relative_to(place.out)
+        path = RunDirectory(place.out).rank_file(rank).relative_to(place.out)
         lines = place.lines(str(path))
         assert [each["step"] for each in lines] == [1, 2, 3, 4, 5, 6]
         assert all(each["memory"]["host"] > 2**20 and each["times"]["forward_backward"] > 0 for each in lines)
@@ -302,15 +298,17 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     assert [each["step"] for each in metrics] == [1, 2, 3, 4, 5, 6]
     # What was done before comes back whole.
     assert metrics[1]["times"]["evaluation"] > 0
-    place.run(steps=2, resume="never", overwrite=True)
+    place.observe(steps=2, resume="never", overwrite=True)
     again = [each for each in place.lines(EVENTS) if each["event"] == "start"]
     assert len(again) == 1
     assert again[0]["id"] != starts[0]["id"]
     assert [each["step"] for each in place.lines(str(path))] == [1, 2]
 
 
+@pytest.mark.slow
 def test_norms_by_block_are_measured_in_the_steps_that_are_asked_for(place: Place) -> None:
-    told = place.run(metrics={"norms_every": 2})
+    told = place.observe(metrics={"norms_every": 2, "ranks": False})
+    assert not (place.out / "ranks").exists()
     results = [[each for name, each in seen if name == "step"] for seen, _, _ in told]
     assert [sorted(each.norms) != [] for each in results[0]] == [False, True, False, True]
     for one, other in zip(*results, strict=True):
@@ -322,16 +320,11 @@ def test_norms_by_block_are_measured_in_the_steps_that_are_asked_for(place: Plac
     assert [each.get("norms", {}) for each in place.lines(METRICS)] == [each.norms for each in results[0]]
 
 
-def test_files_of_ranks_can_be_left_out(place: Place) -> None:
-    place.run(metrics={"ranks": False})
-    assert not (place.out / "ranks").exists()
-    assert len(place.lines(METRICS)) == 4
-
-
+@pytest.mark.slow
 def test_metrics_and_trackers_do_not_make_another_run(place: Place) -> None:
-    place.run(plugs=True)
+    place.observe(plugs=True)
     before = {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file() and ".lock" not in path.name}
-    told, error, _ = place.run(plugs=True, metrics={"ranks": False}, trackers=["lines"])[0]
+    told, error, _ = place.observe(plugs=True, metrics={"ranks": False}, trackers=["lines"])[0]
     assert not told
     assert not error
     assert before == {path: path.read_bytes() for path in before}
@@ -340,7 +333,7 @@ def test_metrics_and_trackers_do_not_make_another_run(place: Place) -> None:
 def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "ranks").write_text("a file")
     now = iter(range(0, 1000, 10))
-    log = RankLog(tmp_path, 3, clock=lambda: float(next(now)))
+    log = RankLog(RunDirectory(tmp_path).rank_file(3), clock=lambda: float(next(now)))
     result = StepResult(1, 1, 2.0, 1.0, 0.1, num_tokens=100, seconds=2.0, rank=3)
     with pytest.warns(UserWarning, match="cannot be written"):
         log.on_step_end(result)
@@ -350,6 +343,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path: Path) 
             log.on_step_end(result)
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_while_the_run_trains_and_by_nobody_when_it_has_ended(tmp_path: Path) -> None:
     metrics, picture = tmp_path / METRICS, tmp_path / CURVE
     result = StepResult(1, 2, 2.0, 1.0, 0.1, num_tokens=100, seconds=2.0, rank=0)
@@ -376,6 +370,7 @@ def test_the_picture_is_drawn_while_the_run_trains_and_by_nobody_when_it_has_end
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_its_exit_and_a_picture(tmp_path: Path) -> None:
     write_run(tmp_path)
     run = make_run(tmp_path, "killed", {"strategy": "ddp", "strategy_config": {}, "nproc": 2, "steps": 4000})
@@ -399,7 +394,7 @@ def test_a_killed_rank_leaves_its_exit_and_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_tracker_runs_on_the_first_rank_and_is_closed(place: Place) -> None:
-    assert not any(error for _, error, _ in place.run(plugs=True, trackers=["lines"]))
+    assert not any(error for _, error, _ in place.observe(plugs=True, trackers=["lines"]))
     assert (place.out / "lines").read_text().split("\n") == [
         "rank 0",
         *(f"step {n}" for n in range(1, 5)),
@@ -409,7 +404,7 @@ def test_a_tracker_runs_on_the_first_rank_and_is_closed(place: Place) -> None:
 
 
 def test_a_tracker_that_fails_is_told_once_and_training_goes_on(place: Place) -> None:
-    told, error, warned = place.run(plugs=True, trackers=[{"name": "lines", "fails_in": "on_step_end"}])[0]
+    told, error, warned = place.observe(plugs=True, trackers=[{"name": "lines", "fails_in": "on_step_end"}])[0]
     assert not error
     assert [name for name, _ in told] == ORDER
     assert [each for each in warned if "tracker" in each] == [
@@ -420,7 +415,7 @@ def test_a_tracker_that_fails_is_told_once_and_training_goes_on(place: Place) ->
 
 
 def test_a_tracker_that_cannot_be_started_is_told_on_all_ranks(place: Place) -> None:
-    errors = {error for _, error, _ in place.run(plugs=True, trackers=["dead"])}
+    errors = {error for _, error, _ in place.observe(plugs=True, trackers=["dead"])}
     assert errors == {
         "tracker 'dead' cannot be started: ConnectionError: no server. Mend that, or leave it out of trackers."
     }
@@ -447,17 +442,15 @@ def test_a_wrong_tracker_is_refused_by_name(asked: Any, told: str, registry: Reg
     assert told in str(caught.value)
 
 
+def test_an_unknown_tracker_is_refused_before_ranks_start(place: Place) -> None:
+    with pytest.raises(ConfigError, match="there is no tracker 'tensorbord'"):
+        plan_run(load_run(place.file(trackers=["tensorbord"])), 1)
+
+
 def test_two_plugins_cannot_bring_one_tracker(registry: Registry) -> None:
     registry.register(_Plugin(), name="others (tests)")
     with pytest.raises(ConfigError, match="two plugins bring a tracker"):
         list_trackers(registry)
-
-
-def test_an_unknown_tracker_ends_the_command_before_ranks_start(workplace: Path) -> None:
-    found = command("train", str(workplace / "run.yaml"), "--set", "trackers=[tensorbord]")
-    assert found.returncode == 2
-    assert "there is no tracker 'tensorbord'" in found.stderr
-    assert not (workplace / "out").exists()
 
 
 # -- the stopwatch of an accelerator, on a made-up one

@@ -17,7 +17,7 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE
 from meshwright.testing.models import case_vocab
 from meshwright.testing.parity import build_manager, full_weights
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 
 ARCHITECTURES = [
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "cohere2"),
@@ -145,6 +145,7 @@ def test_best_fit_makes_four_rows_of_the_documents_of_a_step() -> None:
         assert len(batches_of("apart", "llama", step, Place(0, 1, 1))) == len(LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.name in FIRST], ids=str)
 @pytest.mark.parametrize("kind", ["documents", "none"])
 def test_rows_train_as_documents_by_themselves(layout: Layout, kind: str) -> None:

@@ -23,11 +23,11 @@ from meshwright.checkpoint.manifest import MANIFEST, step_directory
 from meshwright.data import DataOrder, lay_out
 from meshwright.strategy.contract import StepResult
 from meshwright.train.decay import decay_groups
-from meshwright.train.fate import check_restarts
-from meshwright.train.output import locked
-from meshwright.train.plan import data_and_model_config
-from meshwright.train.report import as_record, read_metrics
-from meshwright.train.run_file import RunConfig, ScheduleConfig, load_run
+from meshwright.train.run.fate import check_restarts
+from meshwright.train.run.preflight import data_and_model_config
+from meshwright.train.run.report import as_record, read_metrics
+from meshwright.train.run.run_directory import RunDirectory
+from meshwright.train.run.run_file import RunConfig, ScheduleConfig, load_run
 from meshwright.train.schedules import build_scheduler, set_schedule
 
 
@@ -59,6 +59,7 @@ def _flip(path: Path) -> None:
 # -- none of the checkpoints loads
 
 
+@pytest.mark.slow
 def test_where_no_checkpoint_is_whole_the_run_stops_and_removes_nothing(place: Place) -> None:
     assert place.run(kill_after=5)[1] == "killed"
     for step in place.steps():
@@ -86,6 +87,7 @@ def test_a_newer_format_stops_the_run_and_no_older_one_is_taken(place: Place) ->
     assert place.contents() == before
 
 
+@pytest.mark.slow
 def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(place: Place, uninterrupted: Place) -> None:
     settings = {"every": EVERY, "keep_last": 1, "asynchronous": False}
     assert place.run(kill_after=7, checkpoint={**settings, "keep_last": 2})[1] == "killed"
@@ -144,6 +146,7 @@ def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_wi
     assert place.steps() == [8]
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(place: Place, uninterrupted: Place) -> None:
     source = {"resume": str(step_directory(uninterrupted.root, 4))}
     before = uninterrupted.contents()
@@ -157,18 +160,48 @@ def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(place
     assert uninterrupted.contents() == before
 
 
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_begins_again(place: Place, uninterrupted: Place) -> None:
+    assert place.run(kill_after=1)[1] == "killed"
+    assert "going on from" not in place.runs()
+    assert place.metrics() == uninterrupted.metrics()
+
+
+@pytest.mark.slow
+def test_another_strategy_and_world_size_go_on_with_the_same_data(place: Place, uninterrupted: Place) -> None:
+    source = {"resume": str(step_directory(uninterrupted.root, 4)), "strategy": "ddp", "nproc": 2}
+    _, error, code = place.run(ranks=2, **source, micro_batch_size=1)
+    assert code == 0, error
+    for mine, other in zip(place.metrics(), uninterrupted.metrics()[4:], strict=True):
+        assert (mine["step"], mine["num_tokens"]) == (other["step"], other["num_tokens"])
+        assert mine["loss"] == pytest.approx(other["loss"], rel=TOLERANCE)
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_from(place: Place, uninterrupted: Place) -> None:
+    source = str(step_directory(uninterrupted.root, STEPS))
+    for changes, told in (
+        ({"resume": source, "batch_size": 8, "steps": 20}, "the run differs"),
+        ({"resume": source}, "Raise steps"),
+        ({"resume": str(place.directory)}, "is no checkpoint"),
+        ({"seed": 3, "output_dir": str(uninterrupted.out)}, "holds the results of an earlier run"),
+    ):
+        _, error, code = place.run(**changes)
+        assert (code, told in error) == (2, True), error
+    assert not place.out.exists()
+
+
 # -- finished
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_finished_run_says_so_and_touches_nothing(overwrite: bool, place: Place) -> None:
-    place.runs(overwrite=overwrite, steps=2)
+def test_a_finished_run_says_so_and_touches_nothing(place: Place) -> None:
+    place.runs(steps=2)
     before = place.contents()
-    for again in (overwrite, True):
+    for again in (False, True):
         assert "this run has finished" in place.runs(overwrite=again, steps=2)
         assert place.contents() == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_when_steps_are_raised_at_the_rates_of_the_longer_schedule(
     place: Place, uninterrupted: Place
 ) -> None:
@@ -183,6 +216,7 @@ def test_a_finished_run_goes_on_when_steps_are_raised_at_the_rates_of_the_longer
     assert (code, "overwrite=true" in error) == (2, True)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: Place) -> None:
     none: dict[str, Any] = {"checkpoint": {"every": None}}
     place.runs(steps=2, **none)
@@ -225,7 +259,7 @@ def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(
 
 
 def test_a_second_run_is_refused_with_who_holds_the_directory(place: Place) -> None:
-    with locked(place.out, patience_s=0):
+    with RunDirectory(place.out).locked(patience_s=0):
         _, error, code = place.run()
     assert code == 2
     assert f"is in use by another run: process {os.getpid()} on " in error
@@ -238,15 +272,15 @@ def test_the_system_lets_go_of_the_directory_of_a_run_that_is_killed(tmp_path: P
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with locked(tmp_path, patience_s=0):
+        with RunDirectory(tmp_path).locked(patience_s=0):
             os.write(write, b"x")
             time.sleep(600)
     os.read(read, 1)
     with pytest.raises(ConfigError, match=f"process {child} on"):
-        with locked(tmp_path, patience_s=0.2):
+        with RunDirectory(tmp_path).locked(patience_s=0.2):
             pass
     os.kill(child, signal.SIGKILL)
-    with locked(tmp_path, patience_s=60):
+    with RunDirectory(tmp_path).locked(patience_s=60):
         os.waitpid(child, 0)
 
 
@@ -327,7 +361,9 @@ def _check_change(name: str, place: Place, layout: dict[str, Any], ranks: int) -
         torch.testing.assert_close(found[key], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [each if each == "optimizer.lr" else pytest.param(each, marks=pytest.mark.slow) for each in CHANGES]
+)
 def test_an_allowed_change_acts_as_in_a_handwritten_loop(name: str, place: Place) -> None:
     _check_change(name, place, {}, 1)
 
@@ -340,12 +376,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["optimizer.lr", "optimizer.weight_decay", "schedule", "batch_size"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["optimizer.lr", "batch_size"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_allowed_change_acts_under_every_strategy(layout: str, name: str, place: Place) -> None:
     _check_change(name, place, {**LAYOUTS[layout], "nproc": 2, "micro_batch_size": 1}, 2)
 
 
+@pytest.mark.slow
 def test_decay_may_be_given_up_though_it_changes_the_groups(place: Place) -> None:
     assert place.run(kill_after=5)[1] == "killed"
     none = {"optimizer": {"lr": 1e-2}, "resume": {"from": "auto", "allow": ["optimizer.weight_decay"]}}
@@ -354,6 +392,7 @@ def test_decay_may_be_given_up_though_it_changes_the_groups(place: Place) -> Non
     assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_other_data_begin_at_their_start_and_the_position_is_remembered(place: Place, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     tokenizer = place.directory / "tokenizer"
@@ -414,6 +453,7 @@ def test_what_resume_does_not_take_is_named(resume: str, told: str, place: Place
 # -- weights alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["single", *LAYOUTS])
 def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
     layout: dict[str, Any], place: Place, uninterrupted: Place
@@ -432,6 +472,7 @@ def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
     assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Place) -> None:
     place.runs(steps=2)
     before = place.contents()

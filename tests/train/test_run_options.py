@@ -21,9 +21,9 @@ from support.runs import Place
 from meshwright import open_world
 from meshwright.checkpoint import Checkpointer
 from meshwright.testing import pool
-from meshwright.train import run
-from meshwright.train.plan import plan_run, processes
-from meshwright.train.run_file import load_run
+from meshwright.train.run.preflight import plan_run, processes
+from meshwright.train.run.run_file import load_run
+from meshwright.train.run.run_rank import run_rank as run
 
 BASE: dict[str, Any] = {
     "steps": 4,
@@ -75,6 +75,7 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
     return {key: BASE[key] | changes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "changed"),
     [
@@ -129,6 +130,7 @@ def test_a_run_heeds_the_option(
     assert bool(differing) == bool(changes)
 
 
+@pytest.mark.slow
 def test_cross_entropy_by_name_is_what_a_run_minimizes_by_default(
     base: dict[str, Any], workplace: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_cross_entropy_by_name_is_what_a_run_minimizes_by_default(
     assert float(told[-1]) == pytest.approx(facts["sums"][-1]["correct"] / facts["tokens"][-1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_objective_and_tells_of_another_one(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     smooth = {"objective": {"name": "cross_entropy", "label_smoothing": 0.2, "sums": ["correct"]}}
@@ -160,25 +163,7 @@ def test_a_run_goes_on_with_its_objective_and_tells_of_another_one(workplace: Pa
     assert [line.get("sums") is None for line in place.metrics()] == [False] * 4 + [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("objective", "text"),
-    [
-        ({"name": "dpo"}, "objective 'dpo' takes rows 2 by 2"),
-        ("orpo", "objective 'orpo' takes rows 2 by 2"),
-        ({"name": "reward"}, "objective 'reward' is over the outputs of another head"),
-        ({"name": "value", "clip": None}, "objective 'value' is over the outputs of another head"),
-        ({"name": "unlikelihood"}, "objective 'unlikelihood' needs negatives beside the tokens"),
-    ],
-    ids=str,
-)
-def test_a_run_on_plain_text_refuses_an_objective_that_needs_more(
-    objective: Any, text: str, workplace: Path, tmp_path: Path
-) -> None:
-    _, error, code = Place(workplace, tmp_path).run(**BASE | {"objective": objective})
-    assert code == 2
-    assert text in error
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "changed"),
     [
@@ -247,13 +232,7 @@ def test_checkpoints_go_to_the_directory_that_is_named_and_the_run_goes_on_from_
     assert not place.root.exists()
 
 
-def test_resume_and_its_source_say_whether_a_run_goes_on(workplace: Path, tmp_path: Path) -> None:
-    place = Place(workplace, tmp_path)
-    place.runs(**BASE | {"steps": 2})
-    assert "going on from" in place.runs(**BASE | {"steps": 3, "resume": "auto"})
-    assert "going on from" not in place.runs(**BASE | {"steps": 4, "resume": {"from": "never"}, "overwrite": True})
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tries a device that is not there")
 def test_a_run_takes_the_device_that_is_named(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)

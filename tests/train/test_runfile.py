@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright.strategy.spec import StrategySpec
-from meshwright.train.run_file import RunConfig, as_plain, load_run
-from meshwright.train.run_schema import run_schema
+from meshwright.train.run.run_file import RunConfig, as_plain, load_run
+from meshwright.train.run.run_schema import run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 MINIMAL = "model: {model_type: llama}\nsteps: 10\nbatch_size: 4\n"
@@ -54,14 +53,9 @@ def test_the_examples_are_valid(path):
     ("text", "value"),
     [
         ("3e-4", 3e-4),
-        ("1e-6", 1e-6),
         ("1E3", 1e3),
-        ("1e+3", 1e3),
-        ("1.5e3", 1.5e3),
         ("2.e-3", 2e-3),
         (".5e-3", 0.5e-3),
-        ("0.001", 1e-3),
-        ("1.0e-3", 1e-3),
         ("5", 5.0),
     ],
 )
@@ -86,19 +80,11 @@ def test_words_that_only_look_like_numbers_stay_words(text, run_file):
     [
         ("nproc: yes", "nproc: Input should be a valid integer (got 'yes'); or Input should be 'auto' (got 'yes')"),
         ("nproc: true", "nproc: Input should be a valid integer (got True)"),
-        ("tp_size: true", "tp_size: Input should be a valid integer (got True)"),
-        ("tp_size: '2'", "tp_size: Input should be a valid integer (got '2')"),
         ("tp_size: 2.0", "tp_size: Input should be a valid integer (got 2.0)"),
-        ("seed: 010", "seed: Input should be a valid integer (got '010')"),
-        ("seed: 1_000", "seed: Input should be a valid integer (got '1_000')"),
         ("log_every: 1:30", "log_every: Input should be a valid integer (got '1:30')"),
-        ("overwrite: yes", "overwrite: Input should be a valid boolean (got 'yes')"),
         ("overwrite: 1", "overwrite: Input should be a valid boolean (got 1)"),
-        ("overwrite: 'true'", "overwrite: Input should be a valid boolean (got 'true')"),
         ("timeout_s: '5'", "timeout_s: Input should be a valid number (got '5')"),
-        ("timeout_s: true", "timeout_s: Input should be a valid number (got True)"),
         ("optimizer: {lr: 1:30.5}", "optimizer.lr: Input should be a valid number (got '1:30.5')"),
-        ("eval: {every: on}", "eval.every: Input should be a valid integer (got 'on')"),
     ],
 )
 def test_no_value_is_taken_for_one_of_another_type(more, line, run_file):
@@ -136,10 +122,6 @@ def test_half_a_surrogate_pair_is_refused(run_file):
 def test_characters_that_yaml_does_not_allow_are_an_error(character, run_file):
     assert "is not valid YAML: unacceptable character" in refusal(run_file(f"resume: a{character}b\n"))
     assert "is not valid YAML: unacceptable character" in refusal(run_file(), f"resume=a{character}b")
-
-
-def test_a_file_without_an_end_is_refused():
-    assert "larger than" in refusal(Path("/dev/zero"))
 
 
 def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
@@ -206,7 +188,8 @@ def test_a_file_that_holds_no_run_is_an_error_that_names_the_file(content, text,
     assert text in refusal(path)
 
 
-def test_bytes_that_are_not_utf8_are_an_error(tmp_path):
+def test_bytes_that_are_not_utf8_and_a_file_without_an_end_are_errors(tmp_path):
+    assert "larger than" in refusal(Path("/dev/zero"))
     path = tmp_path / "run.yaml"
     path.write_bytes(b"strategy: caf\xe9")
     assert "is not valid YAML: 'utf-8' codec" in refusal(path)
@@ -231,12 +214,7 @@ def test_merged_mappings_may_change_a_key(run_file):
     ("more", "line"),
     [
         ("stratgy: ddp", "stratgy: unknown key. Did you mean 'strategy'?"),
-        ("dp_replicate: 2", "dp_replicate: unknown key. Did you mean 'dp_replicate_size'?"),
         ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: groups, lr, name, "),
-        ("optimizer: {wieght_decay: 1}", "optimizer.wieght_decay: unknown key. Did you mean 'weight_decay'?"),
-        ("schedule: {warmup: 1}", "schedule.warmup: unknown key. Did you mean 'warmup_steps'?"),
-        ("eval: {evry: 1}", "eval.evry: unknown key. Did you mean 'every'?"),
-        ("sample: {promt: x}", "sample.promt: unknown key. Did you mean 'prompt'?"),
         ("data: {corpsu: x}", "data.corpsu: unknown key. Did you mean 'corpus'?"),
     ],
 )
@@ -256,52 +234,27 @@ def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line
         ("steps: 0", "steps: Input should be greater than or equal to 1 (got 0)"),
         ("steps: ten", "steps: Input should be a valid integer (got 'ten')"),
         ("batch_size: 2.5", "batch_size: Input should be a valid integer (got 2.5)"),
-        ("tp_size: 0", "tp_size: Input should be greater than or equal to 1 (got 0)"),
-        ("nproc: 0", "nproc: Input should be greater than or equal to 1 (got 0); or Input should be 'auto' (got 0)"),
-        ("strategy: 3", "strategy: Input should be a valid string (got 3)"),
-        ("strategy_config: [1]", "strategy_config: Input should be a valid dictionary (got [1])"),
-        ("wrapper_config: {pipeline: 3}", "wrapper_config.pipeline: Input should be a valid dictionary (got 3)"),
-        ("data: 3", "data: Input should be a valid dictionary"),
-        ("data: {corpus: [a.txt, 5]}", "data.corpus.1: Input should be a valid string (got 5)"),
         ("data: {corpus: ' '}", "data.corpus: names no files"),
         ("seed: -1", "seed: Input should be greater than or equal to 0 (got -1)"),
         ("seed: 9223372036854775808", "seed: Input should be less than 9223372036854775808"),
-        ("optimizer: {lr: 0}", "optimizer.lr: Input should be greater than 0 (got 0)"),
         ("optimizer: {lr: .inf}", "optimizer.lr: Input should be a finite number (got inf)"),
-        ("optimizer: {lr: .nan}", "optimizer.lr: Input should be "),
-        ("optimizer: {weight_decay: -1}", "optimizer.weight_decay: Input should be greater than or equal to 0"),
-        ("timeout_s: .inf", "timeout_s: Input should be a finite number (got inf)"),
-        ("max_grad_norm: 0", "max_grad_norm: Input should be greater than 0 (got 0)"),
         ("grad_norm_type: .nan", "grad_norm_type: Input should be greater than 0 (got nan)"),
-        ("eval: {every: 0}", "eval.every: Input should be greater than or equal to 1 (got 0)"),
-        ("sample: {temperature: -1}", "sample.temperature: Input should be greater than or equal to 0 (got -1)"),
-        ("timeout_s: 1.0e15", "timeout_s: Input should be less than or equal to 31536000"),
-        ("nproc: 1000000", "nproc: Input should be less than or equal to 4096"),
         ("steps: 9223372036854775808", "steps: Input should be less than 2147483648"),
-        ("data: {vocab_size: 2147483648}", "data.vocab_size: Input should be less than or equal to 1000000"),
         ('output_dir: "a\\0b"', "output_dir: is no path"),
-        ("output_dir: ''", "output_dir: is no path"),
         (f"resume: {'a' * 300}", "resume: is too long for a path"),
         ("data: {cache_dir: ~nobody_here/x}", "data.cache_dir: names the home directory of a user who is unknown here"),
         ("schedule: {warmup_steps: 11}", "as a whole: schedule.warmup_steps=11 is more than steps=10"),
         ("epochs: 2", "as a whole: give either steps or epochs"),
-        ("epochs: 0", "epochs: Input should be greater than 0 (got 0)"),
         ("schedule: {warmup_steps: 2, warmup_ratio: 0.1}", "schedule: warmup_steps=2 and warmup_ratio=0.1 say"),
-        ("schedule: {warmup_ratio: 2}", "schedule.warmup_ratio: Input should be less than or equal to 1 (got 2)"),
         ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
         (
             "eval: {every: 2, early_stopping: {set: wiki}}",
             "as a whole: eval.early_stopping.set='wiki' is no set of this run. Known: held_out",
         ),
-        ("eval: {every: 2, early_stopping: {min_delta: -1}}", "eval.early_stopping.min_delta: Input should be greater"),
         (
             "checkpoint: {keep_best: {set: wiki}}\ndata: {eval_sets: {news: {files: a.txt}}}",
             "as a whole: checkpoint.keep_best.set='wiki' is no set of this run. Known: held_out, news",
         ),
-        ("checkpoint: {keep_best: {n: 0}}", "checkpoint.keep_best.n: Input should be greater than or equal to 1"),
-        ("checkpoint: {every: 0}", "checkpoint.every"),
-        ("checkpoint: {every: 20d}", "checkpoint.every"),
-        ("checkpoint: {every: [20, 30]}", "checkpoint.every"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_rule_and_value(more, line, run_file):
@@ -314,12 +267,9 @@ def test_a_bad_value_is_an_error_that_names_key_rule_and_value(more, line, run_f
     ("model", "text"),
     [
         ("{}", "model: give either model_type"),
-        ("{hidden_size: 3}", "or path, a local model directory"),
         ("{model_type: llama, path: x}", "model: give either model_type"),
         ("{path: 5}", "model: path must be a string, not 5"),
-        ("{path: null}", "model: path must be a string, not None"),
         ("{model_type: [llama]}", "model: model_type must be a string, not ['llama']"),
-        ("{model_type: llama, dtype: [x]}", "model: dtype must be a string, not ['x']"),
         ("llama", "model: Input should be a valid dictionary (got 'llama')"),
     ],
 )
@@ -331,11 +281,7 @@ def test_every_missing_key_is_told_at_once(run_file):
     text = refusal(run_file("strategy: ddp", base=""))
     for key in ("model", "batch_size"):
         assert f"\n  {key}: required, but not given." in text
-
-
-def test_every_bad_value_is_told_at_once(run_file):
-    text = refusal(run_file("tp_size: 0\ncp_size: 0\nstratgy: x\n"))
-    assert text.count("\n") == 3
+    assert refusal(run_file("tp_size: 0\ncp_size: 0\nstratgy: x\n")).count("\n") == 3
 
 
 def test_a_run_is_frozen(run_file):
@@ -360,10 +306,6 @@ def test_the_run_written_beside_its_results_reads_back_as_the_same_run(more, run
     copy.write_text(as_yaml(as_plain(config)), encoding="utf-8")
     assert load_run(copy) == config
     assert yaml.safe_load(copy.read_text()) == as_plain(config)
-
-
-def test_the_largest_value_norm_is_read_as_inf(run_file):
-    assert math.isinf(load_run(run_file("grad_norm_type: .inf")).grad_norm_type)
 
 
 # -- ranks
@@ -415,10 +357,7 @@ def test_the_schema_accepts_the_examples(path):
         ({}, True),
         ({"strategy": "ddp", "strategy_config": {"bucket_cap_mb": 5}}, True),
         ({"strategy": "ddp", "strategy_config": {"defer_fsdp_grad_sync": True}}, False),
-        ({"strategy": "ddp", "strategy_config": {"bucket_cap_mb": "five"}}, False),
-        ({"strategy": "fsdp2", "strategy_config": {"defer_fsdp_grad_sync": True}}, True),
         ({"strategy": "fsdp", "strategy_config": {"bucket_cap_mb": 5}}, False),
-        ({"objective": "grpo"}, True),
         ({"objective": "gpro"}, False),
         ({"objective": "mine.objective"}, False),
         ({"objective": {"name": "cross_entropy", "label_smoothing": 0.1}}, True),
@@ -430,10 +369,8 @@ def test_the_schema_accepts_the_examples(path):
         ({"strategy_config": {"bucket_cap_mb": 5}}, False),
         ({"strategy_config": {"reduce_dtype": "float64"}}, True),
         ({"strategy": "single", "strategy_config": {"x": 1}}, False),
-        ({"stratgy": "ddp"}, False),
         ({"optimizer": {"learning_rate": 1}}, False),
         ({"tp_size": 0}, False),
-        ({"tp_size": None}, True),
     ],
 )
 def test_the_schema_knows_the_keys_and_the_options_of_each_strategy(changes, accepted):

@@ -21,6 +21,7 @@ import torch
 from kill_sweep import Run, end_session, fingerprint, finish, make_run, members
 from support.commands import LAUNCHER_VARIABLES, write_run
 from support.runs import Place, output_of_rank
+from support.stacks import STACKS
 
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
 from meshwright.base.stopping import SAME_S
@@ -32,8 +33,8 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
-from meshwright.train.checkpoint_section import CheckpointConfig
-from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.run.checkpoint_section import CheckpointConfig
+from meshwright.train.run.run_file import ScheduleConfig
 from meshwright.train.schedules import build_scheduler
 
 STEPS = 60
@@ -87,6 +88,7 @@ def _rank_1(launcher: int) -> int:
     raise AssertionError(f"{launcher} has no rank 1")
 
 
+@pytest.mark.slow
 def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, run = (make_run(tmp_path, name, LAYOUT) for name in ("whole", "stopped"))
     finish("train", str(whole.file))
@@ -116,6 +118,7 @@ def _parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow
 def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
     saving = {"every": 5000, "on_signal": {"signals": ["SIGINT"]}}
     run = make_run(tmp_path, "hanging", {**LAYOUT, "steps": 5000, "checkpoint": saving})
@@ -213,7 +216,7 @@ def _in_passes(kind: str, directory: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["stateful", "counted"])
+@pytest.mark.parametrize("kind", ["stateful", pytest.param("counted", marks=pytest.mark.slow)])
 def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(kind: str, tmp_path: Path) -> None:
     # Step 6 had begun when the signal came.
     expected = {"stopped": ("SIGUSR1", 6, True, 7), "steps": [7, 8, 9], "equal": True, "weights": True}
@@ -234,6 +237,7 @@ def _signalled_as_it_leaves() -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left() -> None:
     assert pool(2).run(_signalled_as_it_leaves) == [2, 2]
 
@@ -261,6 +265,7 @@ def _with_and_without() -> list[Any]:
         return [_messages(Case(), None), _messages(Case(), signals)]
 
 
+@pytest.mark.slow
 def test_signals_that_may_come_cost_a_step_no_message_and_no_byte() -> None:
     for without, with_signals in pool(2).run(_with_and_without):
         assert with_signals == without
@@ -282,15 +287,6 @@ def _apart() -> str:
 def test_ranks_that_would_stop_on_different_signals_are_refused() -> None:
     for told in pool(2).run(_apart):
         assert "ranks disagree on signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1" in told
-
-
-STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "ddp bucketed": ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
-    "fsdp2 tp2": ("fsdp2", {}, {"tp_size": 2}),
-    "fsdp2 cp2": ("fsdp2", {}, {"cp_size": 2}),
-    "pp2 fsdp2": ("fsdp2", {}, {"pp_size": 2}),
-    "megatron_fsdp": ("megatron_fsdp", {}, {}),
-}
 
 
 def _stopped_and_on(
@@ -320,6 +316,7 @@ def _stopped_and_on(
     return told, [each.loss for each in rest], [each.loss for each in expected[stopped.step :]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) -> None:
     for told, rest, expected in pool(4).run(_stopped_and_on, *STACKS[stack], str(tmp_path / "checkpoints")):
@@ -348,6 +345,7 @@ def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float,
         return *told, checkpointer.seconds, [step for step, _ in steps_in(root)]
 
 
+@pytest.mark.slow
 def test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank(tmp_path: Path) -> None:
     for saved, too_late, seconds, steps in pool(4).run(_stopped_in_time, str(tmp_path / "short"), 1e-3):
         assert (saved, too_late, steps) == (False, True, [2])
@@ -372,6 +370,7 @@ with StopSignals(["SIGTERM"], tell=lambda text: print(text, flush=True)):
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_twice_does_not() -> None:
     with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -420,6 +419,7 @@ kept.kill()
 """
 
 
+@pytest.mark.slow
 def test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split("\n")[:2] == ["-15 None 0", "True None"], done.stderr
@@ -429,6 +429,7 @@ def _tokens(text: str) -> int:
     return len(text)
 
 
+@pytest.mark.slow
 def test_what_tokenizes_outlives_a_signal_to_all_processes() -> None:
     worker = Worker(partial, _tokens)
     try:
@@ -485,6 +486,7 @@ def _signalled(path: str) -> tuple[Any, int, bool, bool]:
 @pytest.mark.parametrize(
     ("grace_s", "is_saved"), [(1e-3, False), (1e3, True), (None, True)], ids=["grace_s=1ms", "grace_s=1000", "no end"]
 )
+@pytest.mark.slow
 def test_grace_s_of_a_run_file_says_whether_there_is_time_to_save(
     grace_s: float | None, is_saved: bool, tmp_path: Path
 ) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from meshwright import (
     Checkpointer,
     DataError,
     Loop,
     StepResult,
-    TrainingError,
     count_tokens,
     fit,
     get_registry,
@@ -30,10 +30,12 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
-from meshwright.train.loop import train_step
-from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.loop.batches import step_seed
+from meshwright.train.loop.step import train_step
+from meshwright.train.run.curve import draw_loss_curve
+from meshwright.train.run.report import Reporter
+from meshwright.train.run.run_file import ScheduleConfig
 from meshwright.train.schedules import build_scheduler
-from meshwright.train.seeds import step_seed
 
 STEPS = 6
 
@@ -81,38 +83,6 @@ def test_observers_see_every_step_while_they_are_registered() -> None:
         assert [r.learning_rate for r in results] == pytest.approx([0, 5e-3, 1e-2, 7.5e-3, 5e-3, 2.5e-3])
 
 
-def test_every_strategy_gives_one_run() -> None:
-    (reference, _), *_ = pool(1).run(_fit, "single")
-    for strategy, ranks in (("ddp", 2), ("fsdp2", 4)):
-        for results, _ in pool(ranks).run(_fit, strategy):
-            for got, expected in zip(results, reference, strict=True):
-                assert got.loss == pytest.approx(expected.loss, abs=1e-9)
-                assert got.grad_norm == pytest.approx(expected.grad_norm, abs=1e-9)
-                assert got.num_tokens == expected.num_tokens
-                assert (got.held_out_loss is None) == (expected.held_out_loss is None)
-                if expected.held_out_loss is not None:
-                    assert got.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-9)
-
-
-def _fit_in_parts() -> list[float]:
-    case = Case()
-    manager = build_manager("fsdp2", {}, {}, case)
-    scheduler = _scheduler(manager)
-    first = fit(manager, _loop(manager, case, scheduler=scheduler, steps=3, held_out={}))
-    second = fit(manager, _loop(manager, case, scheduler=scheduler, start=3, held_out={}))
-    return [r.loss for r in [*first, *second]]
-
-
-def _fit_at_once() -> list[float]:
-    case = Case()
-    manager = build_manager("fsdp2", {}, {}, case)
-    return [r.loss for r in fit(manager, _loop(manager, case, scheduler=_scheduler(manager), held_out={}))]
-
-
-def test_a_run_in_two_parts_is_the_run_at_once() -> None:
-    assert pool(2).run(_fit_in_parts) == pool(2).run(_fit_at_once)
-
-
 def _seeds() -> list[int]:
     case, found = Case(), []
     manager = build_manager("ddp", {}, {}, case)
@@ -153,31 +123,6 @@ def test_evaluation_draws_no_dropout(sizes: dict[str, int]) -> None:
         assert is_training
 
 
-def _poisoned() -> tuple[str, bool, int]:
-    case = Case()
-    manager = build_manager("fsdp2", {}, {}, case)
-    scheduler = _scheduler(manager)
-    fit(manager, _loop(manager, case, scheduler=scheduler, steps=2, held_out={}))
-    before = full_weights(manager)
-    if manager.mesh.rank == 1:
-        # One rank's parameter goes bad: the loss of all ranks shows it at once.
-        with torch.no_grad():
-            next(manager.model_parts[0].parameters()).to_local().fill_(math.nan)
-    with pytest.raises(TrainingError) as caught:
-        fit(manager, _loop(manager, case, scheduler=scheduler, start=2, held_out={}))
-    after = full_weights(manager)
-    same = all(torch.equal(after[name], before[name]) for name in before if "embed_tokens" not in name)
-    return str(caught.value), same, caught.value.exit_code
-
-
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change() -> None:
-    texts, same, codes = zip(*pool(2).run(_poisoned), strict=True)
-    assert len(set(texts)) == 1
-    assert "step 3: the loss is nan" in texts[0]
-    assert all(same)
-    assert set(codes) == {1}
-
-
 # -- report
 
 
@@ -187,12 +132,6 @@ def _result(step: int, **changes: Any) -> StepResult:
 
 
 def test_reporter_writes_a_line_of_json_per_step_and_prints_where_no_bar_fits(tmp_path: Path) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    from meshwright.train.report import Reporter
-
     screen = StringIO()
     with Reporter(tmp_path / "m.jsonl", log_every=2, console=Console(file=screen, width=200)) as reporter:
         for step in (1, 2, 3):
@@ -204,28 +143,15 @@ def test_reporter_writes_a_line_of_json_per_step_and_prints_where_no_bar_fits(tm
     assert ["held_out_loss" in r for r in records] == [False, False, True]
     assert [line.split()[1] for line in screen.getvalue().splitlines()] == ["1/3", "2/3", "3/3"]
     assert "held-out 0.700000" in screen.getvalue()
-
-
-def test_reporter_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    from meshwright.train.report import Reporter
-
     screen = StringIO()
     console = Console(file=screen, width=120, force_terminal=True)
     with Reporter(tmp_path / "m.jsonl", log_every=1, console=console) as reporter:
         reporter.on_step_end(_result(2))
-    assert "2/3" in screen.getvalue()
-    assert "loss 1.25" in screen.getvalue()
-    assert "tokens/s" in screen.getvalue()
+    assert all(text in screen.getvalue() for text in ("2/3", "loss 1.25", "tokens/s"))
 
 
 def test_loss_curve_is_a_picture_that_shows_the_losses(tmp_path: Path) -> None:
     from matplotlib import image
-
-    from meshwright.train.curve import draw_loss_curve
 
     draw_loss_curve([_result(1), _result(2), _result(3, evaluations={"held_out": 1.0})], tmp_path / "full.png")
     draw_loss_curve([_result(1)], tmp_path / "short.png")
@@ -341,9 +267,9 @@ def _in_part(strategy: str, config: dict[str, Any], sizes: dict[str, int], direc
     ("strategy", "config", "sizes", "ranks"),
     [
         ("ddp", {}, {}, 2),
-        ("fsdp2", {}, {"tp_size": 2}, 4),
-        ("fsdp2", {}, {"pp_size": 2}, 4),
-        ("megatron_fsdp", {}, {}, 4),
+        pytest.param("fsdp2", {}, {"tp_size": 2}, 4, marks=pytest.mark.slow),
+        pytest.param("fsdp2", {}, {"pp_size": 2}, 4, marks=pytest.mark.slow),
+        pytest.param("megatron_fsdp", {}, {}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_whose_steps_begin_ahead_goes_on_where_it_was_and_is_the_run_with_none_ahead(
@@ -383,11 +309,9 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
     return "nothing", len(recorder.seen)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("culprits", [(1,), (0, 1, 2, 3)])
-def test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks(
-    ranks: int, culprits: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("culprits", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
+def test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks(culprits: tuple[int, ...]) -> None:
+    ranks = 2
     for kind, error in (("known", "DataError: the tokens of"), ("malformed", "BatchError: microbatch 0 of 1: labels")):
         told = pool(ranks).run(_undrawn, kind, culprits)
         assert len(set(told)) == 1

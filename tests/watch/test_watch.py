@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.report import read_metrics
-from meshwright.train.stragglers import stragglers
+from meshwright.train.run.report import read_metrics
+from meshwright.train.run.stragglers import stragglers
 from meshwright.watch import server, timelines
 from meshwright.watch.columns import Columns
 from meshwright.watch.compare import compare, differing_settings

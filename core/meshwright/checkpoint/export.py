@@ -67,7 +67,7 @@ def export_checkpoint(
         output: a directory that is missing or empty.
         dtype: of the weights; None: as they were saved.
         max_shard_size: of a file, in bytes or as "5GB"; it bounds the memory needed.
-        average: write the averages of the weights, rounded to their dtype; see `meshwright.train.ema`.
+        average: write the averages of the weights, rounded to their dtype; see `meshwright.train.loop.ema`.
         world: ranks that share the work and a file system; None: this process alone.
 
     Raises:

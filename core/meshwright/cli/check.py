@@ -32,7 +32,7 @@ def check(
     with told(traceback):
         from ..testing.conformance import conformance
         from ..testing.models import known_models
-        from ..train.run_file import as_options
+        from ..train.run.run_file import as_options
         from .check_report import as_table, reasons, run_cells, summary
 
         chosen = None if models is None else known_models(models)

@@ -26,8 +26,8 @@ def show(
         from ..data.run_rows import lay_out
         from ..data.summary import first_rows, measured_fill, summarize
         from ..data.tokenizer import load_tokenizer
-        from ..train.plan import data_and_model_config
-        from ..train.run_file import load_run
+        from ..train.run.preflight import data_and_model_config
+        from ..train.run.run_file import load_run
         from .data_report import as_histogram, as_table, as_text, draw
 
         config = load_run(run_file, assignments or [])

@@ -13,7 +13,7 @@ from ..strategy.spec import StrategySpec
 
 def schema() -> None:
     """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
-    from ..train.run_schema import run_schema
+    from ..train.run.run_schema import run_schema
 
     say(json.dumps(run_schema(), indent=2) + "\n")
 

@@ -14,7 +14,7 @@ from ..launch.rank import leave
 from ..strategy.registry import get_registry
 
 if TYPE_CHECKING:
-    from ..train.run_file import RunConfig
+    from ..train.run.run_file import RunConfig
 
 
 def train(
@@ -29,9 +29,9 @@ def train(
     traceback: Traceback = False,
 ) -> None:
     """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
-    from ..train.early import check_model
-    from ..train.run_file import load_run
-    from ..train.startup import Startup
+    from ..train.run.model_section import check_model
+    from ..train.run.run_file import load_run
+    from ..train.run.startup import Startup
 
     startup = Startup(timings)
     with told(traceback, everywhere=True):
@@ -40,19 +40,19 @@ def train(
         config = load_run(run_file, assignments or [])
         if plan_only:
             with uncollected():
-                check_model(config)
+                check_model(config.model, config.data.seq_len)
             _plan_only(config)
             return
         if not started_by_launcher() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
             # The fork server imports torch and transformers while this process does, too.
             from ..launch.local import warm_up
 
-            warm_up(["meshwright.train.run"])
+            warm_up(["meshwright.train.run.run_rank"])
         with uncollected():
             if not started_by_launcher():
-                check_model(config)
+                check_model(config.model, config.data.seq_len)
             from ..plan.comparison import accompany
-            from ..train.start import start
+            from ..train.run.start import start
 
         startup.end("imports and run file")
         code = start(config, show_traceback=traceback, accompany=accompany, startup=startup)
@@ -64,7 +64,7 @@ def _plan_only(config: RunConfig) -> None:
     from ..plan.command import show
     from ..plan.comparison import plan_of
     from ..plan.report import tables
-    from ..train.plan import processes
+    from ..train.run.preflight import processes
 
     count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
     if os.environ.get("RANK", "0") == "0":

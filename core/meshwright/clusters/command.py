@@ -43,7 +43,7 @@ def launch(
     """Make a run file a job of a cluster: Slurm, Kubernetes, Ray or SkyPilot."""
     short = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
     with told(traceback):
-        from ..train.run_file import load_run, read_values
+        from ..train.run.run_file import load_run, read_values
         from .files import check_can_submit, files_of, submission, submit, write
         from .job import is_of_one_machine, plan_job
 

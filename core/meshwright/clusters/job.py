@@ -20,9 +20,9 @@ from ..data.rows.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
 from ..strategy.stack import resolve
-from ..train.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned, without_secrets
-from ..train.launch_section import LaunchConfig
-from ..train.run_file import RunConfig
+from ..train.run.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned, without_secrets
+from ..train.run.launch_section import LaunchConfig
+from ..train.run.run_file import RunConfig
 from . import Target
 
 RUN_FILE = "run.yaml"

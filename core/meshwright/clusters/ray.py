@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.validation import validated
-from ..train.run_file import RunConfig
+from ..train.run.run_file import RunConfig
 from .job import RUN_FILE, Job
 
 DRIVER = "job.py"
@@ -19,7 +19,7 @@ DRIVER = "job.py"
 
 def train(values: Mapping[str, Any]) -> None:
     """Run the values of a run file in a worker of Ray Train, in the process group of all ranks. Collective."""
-    from ..train.run import run_rank
+    from ..train.run.run_rank import run_rank
 
     run_rank(None, validated(RunConfig, values, where="the run file"))
 
@@ -36,7 +36,7 @@ from pathlib import Path
 
 import ray
 from meshwright.clusters.ray import train
-from meshwright.train.run_file import read_values
+from meshwright.train.run.run_file import read_values
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 

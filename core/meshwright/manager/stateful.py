@@ -149,7 +149,7 @@ class StatefulManager(StrategyManager):
     # -- averages of what is trained
 
     def keep_averages(self) -> Sequence[Averages]:
-        """See `meshwright.train.ema.Averaging`.
+        """See `meshwright.train.loop.ema.Averaging`.
 
         Raises:
             StrategyError: there is no optimizer, or there are averages already.

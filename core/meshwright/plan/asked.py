@@ -9,7 +9,7 @@ from typing import Any
 from ..data.rows.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.stack import Stack, resolve
-from ..train.run_file import RunConfig, read_values
+from ..train.run.run_file import RunConfig, read_values
 
 NO_END = 2**31 - 1
 """Steps of a run that does not say how many."""

@@ -15,7 +15,7 @@ from ..files.commands import Assignments, Traceback, output_console, told, uncol
 from ..strategy.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from ..train.run_file import RunConfig
+    from ..train.run.run_file import RunConfig
 
 DEVICE = "h100-80gb"
 
@@ -106,7 +106,7 @@ def load_job(run_file: Path, assignments: list[str]) -> RunConfig:
     Raises:
         ConfigError: as training does.
     """
-    from ..train.run_file import RunConfig
+    from ..train.run.run_file import RunConfig
     from .asked import read_job
 
     return validated(RunConfig, read_job(run_file, assignments), where=str(run_file))
@@ -118,11 +118,11 @@ def check_job(config: RunConfig, world: int) -> None:
     Raises:
         MeshwrightError: as training does.
     """
-    from ..train.early import check_model
+    from ..train.run.model_section import check_model
     from .asked import laid_out
 
     laid_out(config, world)
-    check_model(config)
+    check_model(config.model, config.data.seq_len)
 
 
 def _check_one_wish(run_file: Path | None, **wishes: Any) -> None:

@@ -20,9 +20,9 @@ from ..objectives.registry import get_objective
 from ..strategy.contract import StrategyManager
 from ..strategy.hooks import hookimpl
 from ..testing.collectives import Recorder
-from ..train.model_trial import memory_of_node
-from ..train.run_file import RunConfig, assigned
-from ..train.run_model import find_model
+from ..train.run.model_trial import memory_of_node
+from ..train.run.run_file import RunConfig, assigned
+from ..train.run.run_model import find_model
 from . import device as device_files
 from .device import Device
 from .job import job_of
@@ -47,7 +47,7 @@ CHANGES: tuple[tuple[str, ...], ...] = (
 
 @dataclass
 class Comparison:
-    """A run's companion; see `meshwright.train.companion.Companion`.
+    """A run's companion; see `meshwright.train.run.observing.Companion`.
 
     Attributes:
         plan: from `planned.plan`; None, with `why_not`: the run cannot be planned.
@@ -155,7 +155,7 @@ class Comparison:
 
 
 def accompany(config: RunConfig, world_size: int) -> Comparison | None:
-    """Plan a run on so many ranks, as its `plan` section says; see `meshwright.train.companion.Accompany`."""
+    """Plan a run on so many ranks, as its `plan` section says; see `meshwright.train.run.observing.Accompany`."""
     if not config.plan.enabled:
         return None
     try:

@@ -14,9 +14,9 @@ from ..model.adapter_options import check_names
 from ..model.build import new_model
 from ..model.configuration import model_config
 from ..train.optim import optimizer_factory, try_optimization
-from ..train.plan import data_and_model_config
-from ..train.run_file import RunConfig
-from ..train.run_model import RunModel, find_model
+from ..train.run.preflight import data_and_model_config
+from ..train.run.run_file import RunConfig
+from ..train.run.run_model import RunModel, find_model
 from .asked import laid_out
 from .trace import Job
 

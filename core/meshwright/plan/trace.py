@@ -27,7 +27,7 @@ from ..testing._compat import bound_arguments
 from ..testing.collectives import Collective, Recorder
 from ..testing.meter import Meter, storage_of
 from ..testing.observe import name_of
-from ..train.ema import EMA
+from ..train.loop.ema import EMA
 from ..train.optimizer_config import EMAConfig
 from .meter import Held, StepMeter
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
 from ..launch.environment import started_by_launcher
-from ..train.run_file import as_plain
+from ..train.run.run_file import as_plain
 from ..watch.compare import differing_settings
 from .modules import Traced, compared, traced
 from .order import (
@@ -272,7 +272,7 @@ def _draws(order: Order) -> tuple[int, ...]:
 
 def _model(order: Order) -> dict[str, Any]:
     """What a run's model configuration sets above zero of dropout; its own values before those of the run file."""
-    from ..train.plan import data_and_model_config
+    from ..train.run.preflight import data_and_model_config
 
     config = data_and_model_config(order.config)[1].to_dict()
     return {key: config[key] for key in dropouts(config)}

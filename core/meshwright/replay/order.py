@@ -19,12 +19,12 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..mesh.sizes import MeshSizes
 from ..strategy.stack import resolve
-from ..train.checkpoint_section import CheckpointConfig
-from ..train.fate import NEVER
-from ..train.files import REFERENCE
-from ..train.plan import processes
-from ..train.run_file import RunConfig
-from ..train.run_sections import ResumeConfig
+from ..train.run.checkpoint_section import CheckpointConfig
+from ..train.run.fate import NEVER
+from ..train.run.preflight import processes
+from ..train.run.run_directory import RunDirectory
+from ..train.run.run_file import RunConfig
+from ..train.run.run_sections import ResumeConfig
 from .record import Beginning, Recorded, WentBack
 
 HALF = ("float16", "bfloat16")
@@ -86,8 +86,8 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
         _check_can_start(config, ranks, run.directory)
     directory = out / "run"
     directory.mkdir()
-    if (run.directory / REFERENCE).is_file():
-        shutil.copy2(run.directory / REFERENCE, directory / REFERENCE)
+    if run.paths.reference.is_file():
+        shutil.copy2(run.paths.reference, RunDirectory(directory).reference)
     config = config.model_copy(
         update={
             "output_dir": str(directory),

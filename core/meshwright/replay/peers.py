@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from ..data import Feed
 from ..mesh.mesh import Mesh
 from ..strategy.contract import Batch, StrategyManager
-from ..train.loop_options import Loop
-from ..train.seeds import step_seed
+from ..train.loop.batches import step_seed
+from ..train.loop.options import Loop
 
 OUTPUT, GRADIENT = "output of", "gradient of"
 PLAIN = (Tensor, DTensor)

@@ -20,13 +20,13 @@ from ..launch.rank import signs_of_life
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
 from ..strategy.contract import Batch, StrategyManager
-from ..train.assembly import begin_with_weights, loop_of, place_of
-from ..train.bad_steps import BAD_STEPS, BadSteps, Rewinds
-from ..train.loop import train_step
-from ..train.loop_options import Loop
-from ..train.plan import Plan, plan_run
-from ..train.resume import Source, changes
-from ..train.run_model import fetch_model, make_model
+from ..train.loop.bad_steps import BAD_STEPS, BadSteps, Rewinds
+from ..train.loop.options import Loop
+from ..train.loop.step import train_step
+from ..train.run.assembly import begin_with_weights, loop_of, place_of
+from ..train.run.preflight import Plan, plan_run
+from ..train.run.resume import Source, changes
+from ..train.run.run_model import fetch_model, make_model
 from .gradients import NotedOptimizers, save_gradients, save_parameters
 from .order import Order, degrees_of
 from .outputs import Outputs

@@ -21,14 +21,13 @@ from ..base.errors import ConfigError, TornCheckpointError
 from ..base.validation import validated
 from ..checkpoint import Manifest, read_manifest
 from ..checkpoint.manifest import all_in
-from ..checkpoint.places import Folder, LocalFolder
+from ..checkpoint.places import Folder
 from ..events.step import StepResult
 from ..files.parsing import open_regular, parse_json
-from ..train.fate import AUTO, NEVER
-from ..train.files import CHECKPOINTS, EVENTS, METRICS, RUN
-from ..train.report import read_metrics
-from ..train.run_file import RunConfig, load_run
-from ..train.saved import access_of, is_elsewhere, named_place, saved_by
+from ..train.run.fate import AUTO, NEVER
+from ..train.run.report import read_metrics
+from ..train.run.run_directory import METRICS, RUN, RunDirectory
+from ..train.run.run_file import RunConfig, load_run
 
 _MOST_EVENTS = 1 << 28
 """Bytes of the file of events that are read."""
@@ -72,26 +71,26 @@ class Recorded:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        if not (directory / RUN).is_file():
+        paths = RunDirectory(directory)
+        if not paths.run_file.is_file():
             raise ConfigError(f"{str(directory)!r} has no {RUN}: it is no directory of a run. Give its output_dir.")
-        self.config = load_run(directory / RUN)
-        results = read_metrics(directory / METRICS, until=1 << 62, steps=self.config.steps or 0)
+        self.config = load_run(paths.run_file)
+        self.paths = RunDirectory(directory, self.config.checkpoint)
+        results = read_metrics(paths.metrics, until=1 << 62, steps=self.config.steps or 0)
         self.results: Mapping[int, StepResult] = {each.step: each for each in results}
         if not self.results:
-            raise ConfigError(f"{directory / METRICS} tells of no step: nothing of the run in {directory} can be told.")
+            raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be told.")
 
     @property
     def saved(self) -> Folder:
         """The place of its checkpoints, also where the directory was moved."""
-        if is_elsewhere(self.config):
-            return saved_by(self.config)
-        return LocalFolder(self.directory / CHECKPOINTS, access_of(self.config))
+        return self.paths.checkpoints
 
     @cached_property
     def events(self) -> Sequence[Mapping[str, Any]]:
         """The lines of its events that are whole, in their order."""
         try:
-            with open_regular(self.directory / EVENTS) as file:
+            with open_regular(self.paths.events) as file:
                 lines = file.read(_MOST_EVENTS).decode(errors="replace").splitlines()
         except OSError:
             return ()
@@ -159,7 +158,7 @@ class Recorded:
                 return Beginning(manifest.step, place)
         named = self.config.resumption.source
         if named not in (AUTO, NEVER) and min(self.results) > 1:
-            place = named_place(self.config, named)
+            place = self.paths.place_of(named)
             manifest = read_manifest(place)
             if manifest.step < step:
                 return Beginning(manifest.step, place)

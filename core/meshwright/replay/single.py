@@ -11,8 +11,8 @@ from torch import nn
 
 from ..data import Feed
 from ..strategy.contract import Batch
-from ..train.plan import Plan, masks_padding
-from ..train.seeds import step_seed
+from ..train.loop.batches import step_seed
+from ..train.run.preflight import Plan, masks_padding
 
 
 class AllShares:

@@ -16,7 +16,7 @@ from ..base.errors import ConfigError
 from ..data.progress import CONSOLE
 from ..launch.environment import started_by_launcher
 from ..launch.rank import guarded
-from ..train.run_file import RunConfig
+from ..train.run.run_file import RunConfig
 from .order import TOLERANCES, Order, degrees_of, on_one_process, order_of, precision_of
 from .record import Recorded, plain_of
 

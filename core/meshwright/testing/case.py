@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..strategy.contract import IGNORED_LABEL, Batch
-from ..train.run_file import OptimizerConfig, ScheduleConfig
+from ..train.run.run_file import OptimizerConfig, ScheduleConfig
 from .models import case_vocab
 
 TOLERANCE = 1e-9

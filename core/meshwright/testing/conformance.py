@@ -24,7 +24,7 @@ from ..mesh.sizes import CLAIMABLE_AXES, Degrees, MeshSizes
 from ..strategy.registry import get_strategy
 from ..strategy.spec import ROUNDS_ANEW, StrategySpec
 from ..strategy.stack import resolve
-from ..train.run_file import OptimizerConfig, ScheduleConfig
+from ..train.run.run_file import OptimizerConfig, ScheduleConfig
 from .case import Case
 from .cells import Cell, Kind, register
 from .models import case_reason

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..train.loop import Loop, train_step
-from ..train.rates import groups_stepped
-from ..train.run_file import ScheduleConfig
+from ..train.loop.options import Loop
+from ..train.loop.step import groups_stepped, train_step
+from ..train.run.run_file import ScheduleConfig
 from ..train.schedules import build_scheduler
 from .case import Case, Outcome, share
 from .parity import build_with_optimizer, full_weights

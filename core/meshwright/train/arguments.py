@@ -1,7 +1,4 @@
-"""Check what a run file hands on to somebody else's function, which may take any value without a word.
-
-Source: pydantic.TypeAdapter.
-"""
+"""Check the arguments that a run file passes to a function of another library. Source: pydantic.TypeAdapter."""
 
 from __future__ import annotations
 
@@ -17,15 +14,14 @@ _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse values of another type than a function takes: "no" would be true, and true would be 1.
+    """Refuse values of another type than a function or class takes: "no" would be true, and true would be 1.
 
-    The type is that of an argument's annotation, or else of its default; a list will do for a tuple. Arguments of which
-    neither tells a type, and unknown ones, are left to the function.
+    The type is that of an argument's annotation, or of its default; a list is accepted for a tuple. Arguments without a
+    known type, and unknown ones, are left to the function.
 
     Args:
-        function: or a class.
         values: by argument.
-        where: how to name the source in errors, for instance "optimizer.options".
+        where: how to name the source in errors, such as "optimizer.options".
 
     Raises:
         ConfigError: names the argument, the value and the type.

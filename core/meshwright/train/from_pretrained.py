@@ -1,9 +1,8 @@
-"""One call from a Hugging Face model to a manager whose model is sharded and has its weights.
+"""Build a manager from a Hugging Face model in one call, with the model sharded and loaded.
 
 [Note: the world of a call] `from_pretrained` and `from_config` run on every rank. They join the `world` given to them,
-else the process group that exists; else they start one, from torchrun's environment or of this process alone. The
-manager keeps it as `manager.mesh.world`. Who starts a world ends it: one that was opened by `with open_world()` ends
-there; one that these functions have started ends with `manager.mesh.world.close()`, or with the process.
+else the existing process group; else they start one, from torchrun's environment or of this process alone. One that
+they have started ends with `manager.mesh.world.close()`, or with the process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..mesh.given_mesh import as_mesh, degrees_of
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World
-from ..model.adapter_base import Base
+from ..model.adapter_base import Base, fingerprint_of
 from ..model.adapter_options import AdapterOptions, InjectedByOthers, adapt, adapter_options
 from ..model.build import as_dtype, new_model_on_meta
 from ..model.configuration import PARALLEL, config_from_directory, config_from_mapping
@@ -37,7 +36,6 @@ from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import get_strategy
 from ..strategy.stack import Stack, resolve, strategy_of
-from .run_model import base_at
 
 
 class Sizes(TypedDict, total=False):
@@ -76,30 +74,28 @@ def from_pretrained(
 
     Args:
         path: a directory that `save_pretrained` wrote, or a hub id. All ranks must find the same.
-        strategy: a name, as of `resolve`; None: the one whose config class `config` is of, else fsdp2.
+        strategy: a name, as of `resolve`; None: the one of the config class of `config`, else fsdp2.
         config: options of the strategy, as of `resolve`.
-        wrapper_config: options of strategies around it by name, as of `resolve`.
-        hf_config: the Hugging Face configuration to use instead of the directory's, or a mapping of fields to change.
-        dtype: of the parameters, for instance "bfloat16"; None: as transformers has it, that of the configuration.
-        device: as of `open_world`; not used where `world` is given.
-        world: where to run.
-        device_mesh: in the place of `device`, `world` and `sizes`; as of `as_mesh`.
-        moe_mesh: with `device_mesh`: the mesh for experts.
+        wrapper_config: options of wrapping strategies by name, as of `resolve`.
+        hf_config: replaces the directory's Hugging Face configuration; or a mapping of fields to change.
+        dtype: of the parameters, such as "bfloat16"; None: that of the configuration.
+        device: as of `open_world`; not used with `world`.
+        device_mesh: replaces `device`, `world` and `sizes`; as of `as_mesh`.
+        moe_mesh: the mesh for experts, with `device_mesh`.
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
-        allow_pickle: read `.bin` files where there are no safetensors.
-        trust_remote_code: the commit on the hub whose code is run, or of a directory the digest of its code; None runs
-            none.
-        peft: adapters to train instead of the model: a configuration of peft, or a mapping as a run file has it, such
-            as `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/adapters.md. Checkpoints hold the
-            adapters alone.
+        allow_pickle: read `.bin` files if there are no safetensors.
+        trust_remote_code: the commit on the hub whose code is run, or the digest of a directory's code; None: none.
+        peft: adapters to train instead of the model: a configuration of peft, or a mapping such as
+            `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/adapters.md. Checkpoints hold only the
+            adapters.
         sizes: `dp_size=..., dp_replicate_size=..., tp_size=..., pp_size=..., cp_size=..., ep_size=...`.
 
     Returns:
-        The manager, whose model is sharded and loaded; `build_optimizer` comes next.
+        The manager; `build_optimizer` comes next.
 
     Warns:
-        UserWarning: on the first rank: weights that the directory lacks, or that the model has no place for.
+        UserWarning: on the first rank: weights are missing in the directory, or unknown to the model.
 
     Raises:
         MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
@@ -129,16 +125,16 @@ def from_config(
     peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
-    """Make a Hugging Face model with new weights under a strategy: those of `seed`, whatever the strategy, the device
-    and the number of ranks.
+    """Make a Hugging Face model with new weights under a strategy. The weights follow from `seed` alone, not from the
+    strategy, the device or the number of ranks.
 
-    Collective; see [Note: the world of a call]. Arguments are those of `from_pretrained`, but:
+    Collective; see [Note: the world of a call]. Arguments are those of `from_pretrained`, except:
 
     Args:
         hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
-        init: parallel: each rank draws the weights that it holds. as_transformers: bit for bit those that transformers
-            draws after `torch.manual_seed(seed)`; each rank draws all of them.
-        peft: as there; but the base is known to nobody, so that checkpoints hold the whole model.
+        init: parallel: each rank draws the weights that it holds. as_transformers: each rank draws all weights, bit for
+            bit as transformers does after `torch.manual_seed(seed)`.
+        peft: as there, but checkpoints hold the full model, since nobody else has its base.
 
     Raises:
         MeshwrightError: as `from_pretrained`.
@@ -163,7 +159,7 @@ def from_config(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Arguments of `from_pretrained` that say which model it is."""
+    """Arguments of `from_pretrained` that select the model."""
 
     path: str | Path
     hf_config: Any = None
@@ -176,7 +172,7 @@ class Wanted:
 
     @property
     def files(self) -> dict[str, Any]:
-        """Which of a model's files are to be there."""
+        """Arguments of `find_on_all`: which files of the model are needed."""
         at = self.trusted if is_commit(self.trusted) else None
         return {
             "revision": self.revision or at,
@@ -186,7 +182,7 @@ class Wanted:
 
 
 def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
-    """A model on the meta device, and its values: what `StrategyManager.parallelize` takes. Collective.
+    """Return a model on the meta device, and its values, for `StrategyManager.parallelize`. Collective.
 
     Raises:
         MeshwrightError: as `from_pretrained`; on all ranks.
@@ -199,7 +195,7 @@ def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
 
 
 def opened_for_injection(world: World, wanted: Wanted, *, where: str) -> tuple[nn.Module, InjectedByOthers]:
-    """The base model, and what other code needs to inject the adapter of `wanted` into it. Collective.
+    """Return the base model, and what other code needs to inject the adapter of `wanted` into it. Collective.
 
     Args:
         where: how to name the adapter in errors.
@@ -216,7 +212,7 @@ def opened_for_injection(world: World, wanted: Wanted, *, where: str) -> tuple[n
 def _opened(
     world: World, wanted: Wanted, *, where: str
 ) -> tuple[nn.Module, PretrainedWeights, Base | None, AdapterOptions | None]:
-    """The base model, its values, which base it is, and the adapter that it is to have. Collective."""
+    """Return the base model, its values, which base it is, and options of its adapter. Collective."""
     adapters = world.together(lambda: _adapters(wanted.peft, where))
     directory = find_on_all(wanted.path, world, **wanted.files)
 
@@ -239,13 +235,20 @@ def _opened(
     return model, weights, base, adapters
 
 
+def base_at(path: str | Path, directory: Path, *, allow_pickle: bool = False) -> Base:
+    """Return the base in a directory that was found for a path or hub id."""
+    commit = commit_of(path, directory)
+    named = str(path) if commit is not None else str(directory.resolve())
+    return Base(named, commit, fingerprint_of(directory, allow_pickle=allow_pickle))
+
+
 def _adapters(peft: Any, where: str = "peft") -> AdapterOptions | None:
     return None if peft is None else adapter_options(peft, where=where)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Arguments of `from_pretrained` that say where the model is to be."""
+    """Arguments of `from_pretrained` that select ranks and devices."""
 
     device: str | torch.device | None = None
     world: World | None = None
@@ -253,7 +256,7 @@ class Place:
     moe_mesh: DeviceMesh | None = None
 
     def open(self) -> World:
-        """The world, joined or started. Collective.
+        """Join or start the world. Collective.
 
         Raises:
             MeshError: two arguments say where.
@@ -270,10 +273,10 @@ class Place:
         return given.world if isinstance(given, Mesh) else open_world(given.device_type)
 
     def sizes(self, sizes: Sizes, claims: Collection[str]) -> MeshSizes:
-        """The sizes of the mesh, as they are asked for.
+        """Return the sizes of the mesh.
 
         Raises:
-            ConfigError: one of them is none.
+            ConfigError: one of them is invalid.
             MeshError: `device_mesh` has another.
         """
         wanted = validated(MeshSizes, sizes, where="the call")
@@ -310,10 +313,10 @@ def _placed(
 
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:
-    """Refuse directories that differ between nodes, as far as names, shapes and dtypes tell. Collective.
+    """Refuse directories that differ between nodes, by names, shapes and dtypes. Collective.
 
     Args:
-        base: of adapters, whose fingerprint tells more.
+        base: of adapters; its fingerprint is compared, too.
 
     Raises:
         ModelError: on all ranks.
@@ -327,7 +330,7 @@ def check_same_weights(weights: PretrainedWeights, world: World, base: Base | No
 
 
 def tell(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
-    """Warn of what is missing or superfluous, on the first rank."""
+    """Warn of missing or superfluous weights, on the first rank."""
     if world.rank == 0:
         for remark in weights.remarks:
             warn(remark, stacklevel=stacklevel)

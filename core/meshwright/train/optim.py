@@ -19,7 +19,7 @@ from .arguments import check_arguments
 from .decay import decay_groups, matches
 from .optimizer_groups import Trained, group_numbers, known_without_model
 from .optimizers import Optimizers, members_of
-from .run_file import OptimizerConfig, ScheduleConfig
+from .run.run_file import OptimizerConfig, ScheduleConfig
 from .schedules import build_scheduler, check_schedule, reason
 
 

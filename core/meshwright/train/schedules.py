@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import ConfigError, nearest
-from .run_file import ScheduleConfig
+from .run.run_file import ScheduleConfig
 
 
 def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..train.stragglers import stragglers
+from ..train.run.stragglers import stragglers
 from .columns import Columns
 from .downsample import plain
 from .tail import Tail, number, parse_lines

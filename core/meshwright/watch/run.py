@@ -14,7 +14,7 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from ..files.parsing import MAX_BYTES, open_regular, parse_json, parse_yaml
-from ..train.files import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, TIMELINE
+from ..train.run.run_directory import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, RunDirectory
 from .columns import Columns
 from .ranks import Ranks
 from .tail import Tail, parse_lines
@@ -49,8 +49,9 @@ class WatchedRun:
         """For who refreshes or reads."""
         self.metrics = Columns()
         self.events: list[dict[str, Any]] = []
-        self.ranks = Ranks(self.directory / RANKS)
-        self._lines, self._event_lines = Tail(self.directory / METRICS), Tail(self.directory / EVENTS)
+        self.paths = RunDirectory(self.directory)
+        self.ranks = Ranks(self.paths.ranks)
+        self._lines, self._event_lines = Tail(self.paths.metrics), Tail(self.paths.events)
         self._events_version = 0
         self._unread = 0
         self._texts: dict[str, tuple[tuple[int, int, int], Any]] = {}
@@ -58,7 +59,7 @@ class WatchedRun:
     @property
     def timeline(self) -> Path:
         """Where the timelines are."""
-        return self.directory / TIMELINE
+        return self.paths.timeline
 
     # -- what is new
 
@@ -129,7 +130,7 @@ class WatchedRun:
                 "events": self._events_version,
                 "timeline": _newest(self.timeline),
             },
-            "has_ranks": (self.directory / RANKS).is_dir(),
+            "has_ranks": self.paths.ranks.is_dir(),
             "has_timeline": self.timeline.is_dir(),
         }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.parsing import read_json_object
-from ..train.files import PLANNED
+from ..train.run.run_directory import PLANNED
 from .tail import Tail, number, parse_lines
 
 _FILE = re.compile(r"rank-(\d{1,9})\.jsonl")

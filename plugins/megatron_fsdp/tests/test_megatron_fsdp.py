@@ -19,7 +19,7 @@ from meshwright.testing.cells import Cell
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, train_case, train_steps
 from meshwright.train.optim import optimizer_factory
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.run.run_file import OptimizerConfig
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 
 slow, zoo = pytest.mark.slow, pytest.mark.zoo

@@ -15,8 +15,8 @@ from meshwright import StrategyError, load_checkpoint, save_checkpoint
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_with_optimizer, full_weights, train_steps
-from meshwright.train.rates import groups_stepped
-from meshwright.train.run_file import OptimizerConfig
+from meshwright.train.loop.step import groups_stepped
+from meshwright.train.run.run_file import OptimizerConfig
 from meshwright_pipeline.state.optimizer import NoStages
 
 PP2 = {"pp_size": 2}

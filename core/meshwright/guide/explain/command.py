@@ -29,7 +29,7 @@ def explain(
     """Say in words what a run will do: who holds what, what is sent when, and what comes of it. Starts nothing."""
     with told(traceback):
         from ...plan.command import check_job
-        from ...train.run_file import load_run
+        from ...train.run.run_file import load_run
 
         config = load_run(run_file, assignments or [])
         if world is not None:
@@ -37,7 +37,7 @@ def explain(
         if os.environ.get("RANK", "0") != "0":
             return
         with uncollected():
-            from ...train.plan import processes
+            from ...train.run.preflight import processes
             from .facts import facts_of
             from .words import sections_of
 

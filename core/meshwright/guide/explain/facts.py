@@ -14,8 +14,8 @@ from ...mesh.sizes import ROOT_AXES, Degrees
 from ...plan.comparison import plan_of
 from ...plan.job import job_of
 from ...plan.trace import Job
-from ...train.fate import Fate, check_output
-from ...train.run_file import RunConfig
+from ...train.run.fate import Fate, check_output
+from ...train.run.run_file import RunConfig
 from ...train.schedules import build_scheduler
 from .holdings import Division, Held, division, whole_bytes
 

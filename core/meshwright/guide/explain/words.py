@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
 from ...checkpoint.manifest import all_in
 from ...checkpoint.places import Folder
-from ...train.fate import Fate
-from ...train.files import METRICS, MODEL, RANKS
-from ...train.run_sections import HELD_OUT
-from ...train.saved import saved_by
+from ...train.run.fate import Fate
+from ...train.run.run_directory import RunDirectory
+from ...train.run.run_sections import HELD_OUT
 from .facts import Facts
 from .holdings import Held
 
@@ -214,9 +212,9 @@ def _evaluation(facts: Facts) -> Iterator[str]:
 
 
 def _written(facts: Facts) -> Iterator[str]:
-    config, directory = facts.config, Path(facts.config.output_dir)
-    ranks = f", and times and memory of each rank in {directory / RANKS}" if config.metrics.ranks else ""
-    yield f"Each step in {directory / METRICS}{ranks}; the trained model in {directory / MODEL}."
+    config, directory = facts.config, RunDirectory.of(facts.config)
+    ranks = f", and times and memory of each rank in {directory.ranks}" if config.metrics.ranks else ""
+    yield f"Each step in {directory.metrics}{ranks}; the trained model in {directory.model}."
     if config.metrics.norms_every is not None:
         yield f"Norms of gradients by block in every {config.metrics.norms_every} steps."
     if config.metrics.communication_every is not None:
@@ -232,7 +230,7 @@ def _written(facts: Facts) -> Iterator[str]:
 
 def _checkpoints(facts: Facts) -> Iterator[str]:
     config = facts.config
-    section, directory = config.checkpoint, saved_by(config)
+    section, directory = config.checkpoint, RunDirectory.of(config).checkpoints
     if not section.saves:
         yield "None are saved: a run that is interrupted begins anew."
     else:

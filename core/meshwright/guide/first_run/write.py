@@ -8,8 +8,8 @@ from ...base.errors import ConfigError
 from ...base.validation import validated
 from ...files.parsing import parse_yaml
 from ...plan.asked import laid_out
-from ...train.early import check_model
-from ...train.run_file import RunConfig
+from ...train.run.model_section import check_model
+from ...train.run.run_file import RunConfig
 from .answers import Answers, Known, Machine
 from .text import run_file_text
 
@@ -31,7 +31,7 @@ def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine,
     text = run_file_text(answers, known, machine, name=str(file))
     config = validated(RunConfig, parse_yaml(text), where=str(file))
     laid_out(config, answers.ranks)
-    check_model(config)
+    check_model(config.model, config.data.seq_len)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # "x": a file that has appeared meanwhile is kept.

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...base.errors import MeshwrightError
 from ...model.adapter_base import left_out
-from ...train.ema import EMA
-from ...train.run_file import RunConfig
-from ...train.run_sections import PlanConfig
+from ...train.loop.ema import EMA
+from ...train.run.run_file import RunConfig
+from ...train.run.run_sections import PlanConfig
 from ..device import Device
 from ..planned import tracing
 from ..report import size_text, table, time_text

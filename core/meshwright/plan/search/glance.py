@@ -13,7 +13,7 @@ from typing import Any
 
 from ...base.errors import BatchError, ConfigError, MeshwrightError
 from ...base.validation import validated
-from ...train.run_file import RunConfig
+from ...train.run.run_file import RunConfig
 from ..device import Device
 from ..job import job_of
 from ..planned import most_of, plan, reserved_of, trace_rank

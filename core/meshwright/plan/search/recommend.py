@@ -21,7 +21,7 @@ from ...base.validation import validated
 from ...launch.local import warm_up
 from ...model.size import model_size
 from ...parallel.expert.find import find_experts
-from ...train.run_file import RunConfig
+from ...train.run.run_file import RunConfig
 from ..asked import NO_END, read_job
 from ..device import Device, find_device
 from ..job import job_of

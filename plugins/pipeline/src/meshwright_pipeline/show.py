@@ -15,7 +15,7 @@ import typer
 
 from meshwright.base.errors import ConfigError
 from meshwright.files.terminal import new_console
-from meshwright.train.run_file import RunConfig, load_run
+from meshwright.train.run.run_file import RunConfig, load_run
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .cut.split import elements, ends, split_model
@@ -113,7 +113,7 @@ def view_of(config: RunConfig) -> View:
 
     from meshwright.strategy.ask import model_layout
     from meshwright.strategy.stack import resolve
-    from meshwright.train.plan import data_and_model_config, processes
+    from meshwright.train.run.preflight import data_and_model_config, processes
 
     stack, degrees = resolve(
         config.strategy,

@@ -14,7 +14,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel, validated
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.strategy.stack import strategy_of
-from meshwright.train.run_file import load_run
+from meshwright.train.run.run_file import load_run
 
 
 class MeshOptions(FrozenModel):

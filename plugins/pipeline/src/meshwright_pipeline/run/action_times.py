@@ -66,7 +66,7 @@ class ActionTimes:
 
 
 class TimelineRecorder:
-    """Records the steps that it is asked for; see `meshwright.train.timeline_log.TimelineRecorder`.
+    """Records the steps that it is asked for; see `meshwright.train.run.rank_log.TimelineRecorder`.
 
     Args:
         device: that computes.

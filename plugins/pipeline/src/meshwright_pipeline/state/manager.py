@@ -91,7 +91,7 @@ class StatefulStages(StrategyManager):
     # -- averages of what is trained
 
     def keep_averages(self) -> Sequence[Averages]:
-        """See `meshwright.train.ema.Averaging`: one for each stage of this rank that trains."""
+        """See `meshwright.train.loop.ema.Averaging`: one for each stage of this rank that trains."""
         return [each for manager in self._trained() for each in manager.keep_averages()]
 
     @contextmanager

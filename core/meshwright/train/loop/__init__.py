@@ -1,0 +1,1 @@
+"""The training loop, which any strategy runs in. It knows no run file."""

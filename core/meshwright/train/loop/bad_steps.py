@@ -1,0 +1,159 @@
+"""Steps that are skipped: their loss or norm is not finite, or far above those before. No torch in this module.
+
+[Note: bad steps] Such a step is skipped, or the run goes back to a checkpoint and leaves out all batches since then, as
+was done for PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). Distance is measured in median absolute
+deviations of the good steps before, which outliers do not move (Iglewicz and Hoaglin 1993). Losses and norms are equal
+on all ranks, so that ranks need not agree. The state is saved in checkpoints: a resumed run judges as it would have.
+
+[Note: draws] The batch of a step, and its random numbers, are drawn by the number of the step plus the number of
+batches that rewinding has left out before it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...base.errors import TrainingError
+from ...base.validation import FrozenModel
+from ...mesh.sizes import Size
+
+BAD_STEPS = "bad_steps"
+"""Key of their state in that of a loop."""
+LEAST_KNOWN = 20
+"""Good steps that must be known before one can be far from them."""
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a normal distribution in median absolute deviations."""
+LEAST_SPREAD = 1e-3
+"""Least deviation, relative to the median."""
+
+
+class BadStepConfig(FrozenModel):
+    """What becomes of a step whose loss or gradient norm is not finite, or far above those before."""
+
+    do: Literal["stop", "skip", "rewind"] = Field(
+        default="stop",
+        description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rewind: "
+        "the run goes back to its newest checkpoint, and leaves out all batches since then.",
+    )
+    deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Bad is also a loss or norm that is so many standard deviations, told by the median absolute "
+        "deviation, above the median of the good steps before; null: only what is not finite.",
+    )
+    window: Annotated[Size, Field(ge=LEAST_KNOWN)] = Field(default=100, description="How many good steps count.")
+    limit: Size = Field(default=10, description="So many bad steps without a good one that is further end the run.")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A skipped step: its number from 1, and why."""
+
+    step: int
+    reason: str
+
+
+class Rewinds(Exception):
+    """A bad step takes all ranks back to a checkpoint; its gradients were dropped."""
+
+    def __init__(self, bad: Bad) -> None:
+        super().__init__(bad)
+        self.bad = bad
+
+
+class BadSteps:
+    """Judges the steps of a run.
+
+    Args:
+        state: as of `state()`, from a checkpoint; None: the run begins.
+
+    Attributes:
+        left_out: batches that rewinding has left out; see [Note: draws].
+        count: bad steps so far.
+    """
+
+    def __init__(self, config: BadStepConfig, state: Mapping[str, Any] | None = None) -> None:
+        known = state or {}
+        self.config = config
+        self.left_out, self.count = int(known.get("left_out", 0)), int(known.get("count", 0))
+        self._since_good, self._furthest = int(known.get("since_good", 0)), int(known.get("furthest", 0))
+        self._losses = deque[float](known.get("losses", ()), config.window)
+        self._norms = deque[float](known.get("norms", ()), config.window)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; values of JSON."""
+        if self.config.do == "stop" and self.config.deviations is None and not self.left_out:
+            return {}
+        counts = {"left_out": self.left_out, "count": self.count}
+        counts |= {"since_good": self._since_good, "furthest": self._furthest}
+        return {BAD_STEPS: {**counts, "losses": list(self._losses), "norms": list(self._norms)}}
+
+    def judge(self, step: int, loss: float, norm: float) -> Bad | None:
+        """Judge a step; None if it is good.
+
+        Raises:
+            TrainingError: it is bad, and ends the run.
+        """
+        reason = self._reason(loss, norm)
+        if reason is not None:
+            return self.bad(step, reason)
+        if self.config.deviations is not None:
+            self._losses.append(loss)
+            self._norms.append(norm)
+        if step > self._furthest:
+            self._furthest, self._since_good = step, 0
+        return None
+
+    def bad(self, step: int, reason: str) -> Bad:
+        """Note a bad step.
+
+        Raises:
+            TrainingError: it ends the run.
+        """
+        if self.config.do == "stop":
+            raise TrainingError(
+                f"step {step}: {reason}. The parameters were not changed by this step. Lower optimizer.lr, lengthen "
+                f"schedule.warmup_steps, or look at the step's data; or leave such steps out (on_bad_step: skip)."
+            )
+        self.count += 1
+        self._since_good += 1
+        if self._since_good > self.config.limit:
+            raise TrainingError(
+                f"step {step}: {reason}. There were {self._since_good} bad steps without a good one that is further, "
+                f"and on_bad_step.limit={self.config.limit}. Lower optimizer.lr, look at the data, or raise the limit."
+            )
+        return Bad(step, reason)
+
+    def rewound(self, bad: Bad, state: Mapping[str, Any], *, to: int) -> None:
+        """Go back to the state after step `to`, and leave out the batches since then."""
+        self.left_out += bad.step - to
+        then = BadSteps(self.config, state.get(BAD_STEPS))
+        self._losses, self._norms = then._losses, then._norms
+
+    def _reason(self, loss: float, norm: float) -> str | None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"the loss is {loss} and the gradient norm {norm}"
+        if self.config.deviations is None or len(self._losses) < LEAST_KNOWN:
+            return None
+        for name, value, known in (("loss", loss, self._losses), ("gradient norm", norm, self._norms)):
+            far, median = deviations_above(value, known)
+            if far > self.config.deviations:
+                return (
+                    f"the {name} {value:.6g} is {far:.1f} standard deviations above the median {median:.6g} of the "
+                    f"{len(known)} good steps before"
+                )
+        return None
+
+
+def deviations_above(value: float, known: deque[float]) -> tuple[float, float]:
+    """Return how many standard deviations a value lies above the median of others, and that median."""
+    median = statistics.median(known)
+    spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in known)
+    least = max(LEAST_SPREAD * abs(median), math.ulp(0.0))
+    return (value - median) / max(spread, least), median

@@ -1,0 +1,88 @@
+"""An exponential moving average of the weights, under any strategy.
+
+Each rank averages what it steps, in float32 or wider: nothing is sent, and memory is sharded as the optimizer's state.
+Checkpoints hold the averages by name, so that any other layout can load them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from ...base.errors import StrategyError
+from ...strategy.contract import StrategyManager
+from ...tensors.averages import Averages
+from ..optimizer_config import AVERAGED, EMAConfig
+from .extension import LoopExtension
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """What a manager implements that can keep averages; those that derive from `DataParallelManager` do."""
+
+    def keep_averages(self) -> Sequence[Averages]:
+        """Begin with the current weights; one for each part of the model that this rank trains. From then on they are a
+        part of `sharded_state` and of `loading`."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put the averages in the place of the weights. Collective."""
+
+
+class EMA(LoopExtension):
+    """An exponential moving average of what a manager's optimizer trains.
+
+    It begins with the current weights, and is updated after each step of `manager.optimizer`, whoever makes it. Make it
+    after `build_optimizer`, and before `load_checkpoint` if the checkpoint has an average. Frozen parameters have no
+    average: their values are those of the model.
+
+    Args:
+        manager: with its optimizer.
+        step: steps that the optimizer has done before.
+
+    Raises:
+        StrategyError: the manager has no optimizer, keeps an average already, or is of a strategy that cannot.
+    """
+
+    def __init__(self, manager: StrategyManager, config: EMAConfig | None = None, *, step: int = 0) -> None:
+        if not isinstance(manager, Averaging):
+            raise StrategyError(
+                f"strategy {manager.strategy!r} keeps no averages of weights: {type(manager).__name__} has not "
+                f"keep_averages and averaged. Leave ema out, or derive its manager from DataParallelManager."
+            )
+        self.config = config or EMAConfig()
+        self._manager = manager
+        optimizer = manager.optimizer
+        self._averages = tuple(manager.keep_averages())
+        for each in self._averages:
+            each.counts[0] = step
+        optimizer.register_step_post_hook(self._after_optimizer_step)
+
+    def decay_of(self, update: int) -> float:
+        """Return the decay of an update, counted from 0."""
+        decay = self.config.decay
+        return min(decay, (1 + update) / (10 + update)) if self.config.warmup else decay
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        for averages in self._averages:
+            steps, updates = averages.counts.tolist()
+            steps += 1
+            if steps <= self.config.start:
+                averages.begin()
+            elif (steps - self.config.start) % self.config.every == 0:
+                averages.update(self.decay_of(updates))
+                updates += 1
+            averages.counts[0], averages.counts[1] = steps, updates
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the averages, rounded to the dtypes of the parameters, in the place of the weights, which come back bit
+        for bit. Not for training. Collective."""
+        with self._manager.averaged():
+            yield
+
+    def evaluate(self, losses: Callable[[], dict[str, float]]) -> dict[str, float]:
+        if not self.config.evaluate:
+            return {}
+        with self.in_place():
+            return {f"{name}{AVERAGED}": loss for name, loss in losses().items()}

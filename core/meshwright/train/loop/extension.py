@@ -1,0 +1,104 @@
+"""What takes part in a training loop beside its steps. No torch in this module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from ...events.step import StepResult
+
+Moment: TypeAlias = Literal["whole", "clipped"]
+"""Of a step's gradients: after the backward pass, and after clipping."""
+
+
+class LoopExtension:
+    """Base class of extensions of a loop. `fit` calls the hooks of all extensions in their order.
+
+    A hook may be collective if every rank has the extension. By default it does nothing.
+    """
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Called once before the first step.
+
+        Args:
+            state: what the loop remembers in checkpoints.
+        """
+
+    def around_step(self, index: int) -> AbstractContextManager[object]:
+        """Return the context in which a step runs, counted from 0 in this call of `fit`."""
+        return nullcontext()
+
+    def on_gradients(self, moment: Moment) -> None:
+        """Look at the gradients of a step."""
+
+    def after_step(self, result: StepResult) -> StepResult:
+        """Look at a step before it is evaluated and reported, and return its result, perhaps with more in it."""
+        return result
+
+    def evaluate(self, losses: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return further losses to report with an evaluation.
+
+        Args:
+            losses: evaluates the current weights on each set.
+        """
+        return {}
+
+    def before_save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Called before the state after a step is saved or copied.
+
+        Args:
+            state: as of `begin`.
+        """
+
+    def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
+        """Called last in a step, after a checkpoint that was due.
+
+        Args:
+            extra: prepares the state to be copied, and returns what belongs into a checkpoint beside the state of the
+                manager. Collective.
+        """
+
+    def on_rewind(self, step: int) -> None:
+        """Called when an earlier state has been loaded."""
+
+
+class Around(LoopExtension):
+    """Run each step within a context that may measure something.
+
+    Args:
+        around: gives the context of a step; see `LoopExtension.around_step`.
+        measured: gives further entries of `StepResult.times` after a step.
+    """
+
+    def __init__(
+        self,
+        around: Callable[[int], AbstractContextManager[object]] | None,
+        measured: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        self._around, self._measured = around, measured
+
+    def around_step(self, index: int) -> AbstractContextManager[object]:
+        return nullcontext() if self._around is None else self._around(index)
+
+    def after_step(self, result: StepResult) -> StepResult:
+        more = {} if self._measured is None else self._measured()
+        return replace(result, times={**result.times, **more}) if more else result
+
+
+@dataclass
+class Flops(LoopExtension):
+    """Report the model's FLOPs of each step, and the peak of a device.
+
+    Attributes:
+        per_token: FLOPs that the model needs for a token; None: unknown.
+        peak: FLOP/s of a device; None: unknown.
+    """
+
+    per_token: float | None
+    peak: float | None
+
+    def after_step(self, result: StepResult) -> StepResult:
+        flops = None if self.per_token is None else self.per_token * result.num_tokens
+        return replace(result, flops=flops, peak_flops=self.peak)

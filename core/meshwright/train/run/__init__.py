@@ -1,0 +1,1 @@
+"""Runs of a run file: from the file to the output directory."""
