@@ -30,16 +30,17 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshwright.base.types import Batch
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World
-from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.optim.build import optimizer_factory
+from meshwright.optim.schedules import build_scheduler
+from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop.options import Loop
 from meshwright.train.loop.step import train_step
-from meshwright.train.optim import optimizer_factory
 from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
-from meshwright.train.schedules import build_scheduler
 
 VOCAB_SIZE = 2048
 LEARNING_RATE = 1e-4

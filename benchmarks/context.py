@@ -32,11 +32,11 @@ from transformers import AutoModelForCausalLM
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.optim.build import optimizer_factory
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.stack import resolve
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.pool import pool
-from meshwright.train.optim import optimizer_factory
 from meshwright.train.run.run_file import OptimizerConfig
 
 WAYS = ("allgather", "ulysses")

@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, RankError, count_tokens, open_world, optimizer_factory, resolve
+from meshwright.base.types import Batch
 from meshwright.objectives import DPO
-from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import pool
 from meshwright.testing.memory import limit_memory, measure_memory
 from meshwright.train.run.run_file import OptimizerConfig

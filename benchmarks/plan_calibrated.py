@@ -31,6 +31,8 @@ from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World
+from meshwright.optim.build import optimizer_factory
+from meshwright.optim.config import OptimizerConfig
 from meshwright.plan.calibration.calibrate import calibrate
 from meshwright.plan.calibration.measure import Effort
 from meshwright.plan.device import Device
@@ -39,8 +41,6 @@ from meshwright.plan.time import play, stage_ranks
 from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
 from meshwright.testing.pool import pool
-from meshwright.train.optim import optimizer_factory
-from meshwright.train.optimizer_config import OptimizerConfig
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_calibrated.json"

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .base.errors import UnknownStrategyError as UnknownStrategyError
     from .base.stopping import Stopped as Stopped
     from .base.stopping import StopSignals as StopSignals
+    from .base.types import Batch as Batch
+    from .base.types import Objective as Objective
+    from .base.types import OptimizerFactory as OptimizerFactory
     from .base.validation import FrozenModel as FrozenModel
     from .checkpoint import Checkpointer as Checkpointer
     from .checkpoint import load_checkpoint as load_checkpoint
@@ -46,19 +49,21 @@ if TYPE_CHECKING:
     from .model.layout import ModelLayout as ModelLayout
     from .objectives.registry import get_objective as get_objective
     from .objectives.registry import list_objectives as list_objectives
+    from .optim.build import optimizer_factory as optimizer_factory
+    from .optim.config import EMAConfig as EMAConfig
+    from .optim.config import OptimizerConfig as OptimizerConfig
+    from .optim.config import OptimizerGroup as OptimizerGroup
+    from .optim.optimizers import Optimizers as Optimizers
     from .step.agreement import count_tokens as count_tokens
     from .step.tokens import Outputs as Outputs
     from .step.tokens import Tokens as Tokens
-    from .strategy.ask import model_layout as model_layout
-    from .strategy.contract import Batch as Batch
-    from .strategy.contract import Objective as Objective
-    from .strategy.contract import OptimizerFactory as OptimizerFactory
     from .strategy.contract import StrategyManager as StrategyManager
     from .strategy.hooks import hookimpl as hookimpl
     from .strategy.registry import Registry as Registry
     from .strategy.registry import get_registry as get_registry
     from .strategy.registry import get_strategy as get_strategy
     from .strategy.registry import list_strategies as list_strategies
+    from .strategy.registry import model_layout as model_layout
     from .strategy.spec import DistributedConfig as DistributedConfig
     from .strategy.spec import StrategyConfig as StrategyConfig
     from .strategy.spec import StrategySpec as StrategySpec
@@ -72,11 +77,6 @@ if TYPE_CHECKING:
     from .train.loop.options import Callback as Callback
     from .train.loop.options import Loop as Loop
     from .train.loop.watch import EarlyStopping as EarlyStopping
-    from .train.optim import optimizer_factory as optimizer_factory
-    from .train.optimizer_config import EMAConfig as EMAConfig
-    from .train.optimizer_config import OptimizerConfig as OptimizerConfig
-    from .train.optimizer_config import OptimizerGroup as OptimizerGroup
-    from .train.optimizers import Optimizers as Optimizers
     from .train.run.run_file import RunConfig as RunConfig
     from .train.run.run_file import load_run as load_run
 
@@ -86,6 +86,7 @@ _NAMES = {
         "StrategyError TrainingError UnknownStrategyError"
     ),
     "base.stopping": "StopSignals Stopped",
+    "base.types": "Batch Objective OptimizerFactory",
     "base.validation": "FrozenModel",
     "checkpoint": "Checkpointer load_checkpoint save_checkpoint",
     "events.run": "BadStep Evaluation Fault RunInfo RunSummary SavedCheckpoint TrackerSpec",
@@ -98,12 +99,14 @@ _NAMES = {
     "mesh.world": "World",
     "model.layout": "ModelLayout",
     "objectives.registry": "get_objective list_objectives",
+    "optim.build": "optimizer_factory",
+    "optim.config": "EMAConfig OptimizerConfig OptimizerGroup",
+    "optim.optimizers": "Optimizers",
     "step.agreement": "count_tokens",
     "step.tokens": "Outputs Tokens",
-    "strategy.ask": "model_layout",
-    "strategy.contract": "Batch Objective OptimizerFactory StrategyManager",
+    "strategy.contract": "StrategyManager",
     "strategy.hooks": "hookimpl",
-    "strategy.registry": "Registry get_registry get_strategy list_strategies",
+    "strategy.registry": "Registry get_registry get_strategy list_strategies model_layout",
     "strategy.spec": "DistributedConfig StrategyConfig StrategySpec",
     "strategy.stack": "Stack resolve",
     "train.from_pretrained": "from_config from_pretrained",
@@ -112,9 +115,6 @@ _NAMES = {
     "train.loop.fit": "fit",
     "train.loop.options": "Callback Loop",
     "train.loop.watch": "EarlyStopping",
-    "train.optim": "optimizer_factory",
-    "train.optimizer_config": "EMAConfig OptimizerConfig OptimizerGroup",
-    "train.optimizers": "Optimizers",
     "train.run.run_file": "RunConfig load_run",
 }
 """Public names by module."""

@@ -603,7 +603,7 @@ _bug(
 )
 _bug(
     "gradients_stay_after_the_step",
-    "meshwright.manager.stateful",
+    "meshwright.manager.data_parallel",
     "        optimizer.zero_grad(set_to_none=True)\n",
     "",
     _PLAIN,
@@ -651,7 +651,7 @@ _bug(
 )
 _bug(
     "tokens_of_sharers_count_twice",
-    "meshwright.step.message",
+    "meshwright.step.agreement",
     "COUNTED, terms.tokens(microbatches) if _counts(mesh) else 0)",
     "COUNTED, terms.tokens(microbatches))",
     "tests/step/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
@@ -707,7 +707,7 @@ _bug(
 )
 _bug(
     "announced_steps_are_not_checked",
-    "meshwright.step.message",
+    "meshwright.step.agreement",
     "return cls(mesh, defect, given)",
     "return cls(mesh, None if given == ANNOUNCED else defect, given)",
     "tests/step/test_lean_step.py::test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count[1-None]",
@@ -1223,7 +1223,7 @@ _bug(
 )
 _bug(
     "modules_that_hold_nothing_are_taken",
-    "meshwright.manager.call_order",
+    "meshwright.manager.start",
     "    _TAKEN.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))\n",
     "    _TAKEN.update(modules)\n",
     "tests/model/test_taken_models.py::test_models_that_share_modules_without_parameters_have_managers_of_their_own",
@@ -1817,7 +1817,7 @@ _bug(
 )
 _bug(
     "biases_decay",
-    "meshwright.train.decay",
+    "meshwright.optim.groups",
     "for is_one, decay in ((True, weight_decay), (False, 0.0))",
     "for is_one, decay in ((True, weight_decay), (False, weight_decay))",
     f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.1-AdamW]",
@@ -1825,7 +1825,7 @@ _bug(
 )
 _bug(
     "norms_are_known_by_name_alone",
-    "meshwright.train.decay",
+    "meshwright.optim.groups",
     "if owner is not None and _NORM_CLASS.search(type(owner).__name__):",
     "if False:",
     "tests/optim/test_decay.py::test_every_strategy_decays_the_same_parameters_of_a_model_of_ones_own[fsdp2, recomputation]",
@@ -1833,7 +1833,7 @@ _bug(
 )
 _bug(
     "vectors_in_the_shape_in_which_they_are_broadcast",
-    "meshwright.train.decay",
+    "meshwright.optim.groups",
     'if last != "weight" and sum(size > 1 for size in shape) < 2:',
     "if False:",
     "tests/optim/test_decay.py::test_names_of_wrappers_and_adapters_say_nothing[q_proj.ia3_l.default-shape3-False]",
@@ -1841,7 +1841,7 @@ _bug(
 )
 _bug(
     "rope_of_the_longest_row_here",
-    "meshwright.step.message",
+    "meshwright.step.agreement",
     "return sums, [*equal, self.most, self.longest]",
     "return sums, [*equal, self.most, 0]",
     "tests/step/test_rope_length.py::test_rope_that_looks_at_the_batch_gives_the_same_loss_in_every_layout"
@@ -1866,7 +1866,7 @@ _bug(
 )
 _bug(
     "decay_by_default",
-    "meshwright.train.optim",
+    "meshwright.optim.build",
     'decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}',
     "decay: dict[str, float] = {}",
     f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.0-AdamW]",
@@ -1874,7 +1874,7 @@ _bug(
 )
 _bug(
     "last_group_wins",
-    "meshwright.train.optimizer_groups",
+    "meshwright.optim.groups",
     "name: next((number for number, group in enumerate(groups) if fits(name, group)), len(groups))",
     "name: max((number for number, group in enumerate(groups) if fits(name, group)), default=len(groups))",
     f"{_GROUPS}::test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top_level",
@@ -1882,7 +1882,7 @@ _bug(
 )
 _bug(
     "embeddings_are_matrices",
-    "meshwright.train.optimizer_groups",
+    "meshwright.optim.groups",
     "is_weight = name.startswith(blocks) and",
     "is_weight =",
     f"{_GROUPS}::test_matrices_are_the_weights_of_linear_maps_within_blocks[llama-expected0]",
@@ -1898,7 +1898,7 @@ _bug(
 )
 _bug(
     "decay_of_a_group_is_spared",
-    "meshwright.train.optim",
+    "meshwright.optim.build",
     "no_decay = () if says_decay else _patterns(config)",
     "no_decay = _patterns(config)",
     f"{_GROUPS}::test_a_group_that_gives_a_decay_means_its_norms_too_and_one_that_does_not_spares_them",
@@ -1906,7 +1906,7 @@ _bug(
 )
 _bug(
     "options_of_another_optimizer",
-    "meshwright.train.optim",
+    "meshwright.optim.build",
     "options = group.options if is_other else {**config.options, **group.options}",
     "options = group.options",
     f"{_GROUPS}::test_each_group_has_its_own_settings_and_what_it_leaves_out_from_the_top_level",
@@ -1914,7 +1914,7 @@ _bug(
 )
 _bug(
     "first_member_alone_loads",
-    "meshwright.train.optimizers",
+    "meshwright.optim.optimizers",
     "mine = [next(groups) for _ in member.param_groups]",
     "mine = list(member.param_groups)",
     f"{_GROUPS}::test_state_and_rates_of_all_members_go_on_in_another_layout[pipeline over fsdp2-fsdp2]",
@@ -1922,7 +1922,7 @@ _bug(
 )
 _bug(
     "members_untried",
-    "meshwright.manager.optimizer_trial",
+    "meshwright.optim.trial",
     "for member in members_of(optimizer) for each in _kinds(member, parts)]",
     "for member in members_of(optimizer)[1:] for each in _kinds(member, parts)]",
     f"{_GROUPS}::test_muon_is_refused_by_name_where_a_rank_has_pieces[megatron_fsdp]",
@@ -1970,7 +1970,7 @@ _bug(
 )
 _bug(
     "averages_are_left_in_place",
-    "meshwright.manager.stateful",
+    "meshwright.manager.data_parallel",
     "                exchanged.undo()",
     "                pass",
     f"{_EMA}::test_each_option_of_an_average_acts_as_by_hand[decay]",
@@ -1978,7 +1978,7 @@ _bug(
 )
 _bug(
     "averages_are_not_put_to_use",
-    "meshwright.manager.stateful",
+    "meshwright.manager.data_parallel",
     "        with self.loading(None):\n            exchanged = self.averages.exchange()",
     "        exchanged = self.averages.exchange()",
     f"{_EMA}::test_the_average_is_that_of_one_process_by_hand[ddp, gathers to come]",
@@ -2010,7 +2010,7 @@ _bug(
 )
 _bug(
     "schedule_a_step_behind",
-    "meshwright.train.schedules",
+    "meshwright.optim.schedules",
     '"last_epoch": step, "_step_count": step + 1,',
     '"last_epoch": step - 1, "_step_count": step,',
     f"{_RUN}::test_every_schedule_is_put_where_its_steps_lead",
@@ -2197,7 +2197,7 @@ _bug(
 )
 _bug(
     "what_is_frozen_later_is_stepped",
-    "meshwright.manager.stateful",
+    "meshwright.manager.data_parallel",
     "                trained.grad = None",
     "                pass",
     "tests/optim/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-zero1-False]",
@@ -2690,7 +2690,7 @@ _bug(
 )
 _bug(
     "recorder_of_the_last_names",
-    "meshwright.step.recorder",
+    "meshwright.step.tokens",
     "self.names, self.found = list(names), []",
     "self.names, self.found = self.names or list(names), []",
     "tests/step/test_token_stats.py::test_other_names_are_told_the_next_time",
@@ -2820,7 +2820,7 @@ _bug(
 )
 _bug(
     "logits_of_sequences_stay_apart",
-    "meshwright.manager.values",
+    "meshwright.manager.forward",
     "part = axis.joined_sequences(part) if of_sequences and axis.divides_sequences else axis.joined(part)",
     "part = axis.joined_sequences(part) if of_sequences else axis.joined(part)",
     "tests/step/test_heads.py::test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.objective_layouts import columns_of, everything, packed, trained_by
+from support.tiers import mostly_slow
 
 from meshwright import BatchError, ModelError
-from meshwright.strategy.contract import Batch
+from meshwright.base.types import Batch
 from meshwright.testing import Case, Outcome, conformance, pool
 from meshwright.testing.case import share
 from meshwright.testing.cells import register
@@ -16,17 +17,18 @@ from meshwright.testing.parity import build_manager, difference, train_case
 
 
 def _trained(case: Case, ranks: int) -> Outcome:
-    register("rows_axis")
+    register("support.rows_axis")
     return train_case("rows", {}, {"tp_size": ranks}, case)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", mostly_slow([2, 4]))
 def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
     case = Case(microbatches=3, empty=4, eval_after=True, unshard_after=True)
     reference = pool(1).run(train_case, "single", {}, {}, case)[0]
     assert difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_it_takes_any_objective(ranks):
     case = Case(microbatches=3, steps=4)
@@ -37,7 +39,7 @@ def test_it_takes_any_objective(ranks):
 
 def trained_alike(strategy: str, sizes: dict[str, int], case: Case) -> Outcome:
     """On batches of which the rows of each microbatch are of the same number on all ranks."""
-    register("rows_axis")
+    register("support.rows_axis")
 
     def batches(case: Case, step: int, *_: int) -> list[Batch]:
         return [packed(batch) | columns_of(batch) for batch in share(case, step, 0, 1)]
@@ -46,7 +48,7 @@ def trained_alike(strategy: str, sizes: dict[str, int], case: Case) -> Outcome:
 
 
 def _told_without_joined() -> tuple[str, float]:
-    register("rows_axis")
+    register("support.rows_axis")
     case = Case()
     manager = build_manager("rows_without_joined", {}, {"tp_size": 2}, case)
     batches = [with_columns(batch, 131) for batch in share(case, 0, 0, 1)]
@@ -63,17 +65,18 @@ def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
     assert first[0] == "WithoutJoined divides batches and brings no `joined`: it takes no objective."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp=2-objective", "tp=4-objective"])
 def test_conformance_tries_an_objective_on_it(name):
-    (cell,) = (cell for cell in conformance("rows", plugin="rows_axis") if str(cell) == name)
+    (cell,) = (cell for cell in conformance("rows", plugin="support.rows_axis") if str(cell) == name)
     assert cell.run().status == "passed"
-    (cell,) = (cell for cell in conformance("rows_without_joined", plugin="rows_axis") if str(cell) == name)
+    (cell,) = (cell for cell in conformance("rows_without_joined", plugin="support.rows_axis") if str(cell) == name)
     assert "takes no objective" in cell.run().detail
     assert cell.run().status == "does not apply"
 
 
 def _refused() -> str:
-    register("rows_axis")
+    register("support.rows_axis")
     case = Case(sequences=3)
     manager = build_manager("rows", {}, {"tp_size": 2}, case)
     with pytest.raises(BatchError) as error:

@@ -98,6 +98,7 @@ def _flattened() -> tuple[list[int], tuple[str, ...], int]:
     return mesh["dp_cp"].mesh.tolist(), sliced.mesh_dim_names, sliced.get_local_rank("dp_shard_cp")
 
 
+@pytest.mark.slow
 def test_flattened_views_are_registered_in_the_root_mesh() -> None:
     for rank, (ranks, names, coordinate) in enumerate(pool(4).run(_flattened)):
         assert ranks == [0, 1, 2, 3]
@@ -249,6 +250,7 @@ def _packed_over_two_axes() -> list[bool]:
     return [is_packed(layer.weight), torch.equal(whole_tensor(layer.weight.detach()), full)]
 
 
+@pytest.mark.slow
 def test_packed_parts_are_gathered_where_another_axis_shards_another_dim() -> None:
     assert pool(4).run(_packed_over_two_axes) == [[True, True]] * 4
 
@@ -290,6 +292,7 @@ def _placements_after_fully_shard() -> list[list[bool]]:
     return [[is_sharded(placement) for placement in parameter.placements] for parameter in (layer.weight, layer.bias)]
 
 
+@pytest.mark.slow
 def test_placements_that_divide_are_known_also_where_fully_shard_divides_further() -> None:
     assert [is_sharded(each) for each in (Shard(0), packed_shard(0, 2), Replicate(), Partial())] == [
         True,

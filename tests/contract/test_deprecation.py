@@ -36,6 +36,7 @@ def test_the_warning_names_the_users_line_through_our_modules_and_pydantic() -> 
     assert Path(__file__).read_text(encoding="utf-8").splitlines()[warning.lineno - 1].endswith("# this line")
 
 
+@pytest.mark.slow
 def test_a_script_shows_it_without_being_asked(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("from meshwright_ddp import DDPConfig\n\nDDPConfig(use_custom_fsdp=True)\n", encoding="utf-8")

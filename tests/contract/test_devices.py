@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.tiers import mostly_slow
 from support.two_devices import ACCELERATOR, CPU, MixedDevicesError, TwoDevices
 from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
-from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.base.types import Batch
+from meshwright.optim.schedules import build_scheduler
+from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
 from meshwright.tensors.ops import moments_of
 from meshwright.testing import Case, pool
@@ -24,7 +27,6 @@ from meshwright.train.loop.fit import fit
 from meshwright.train.loop.options import Loop
 from meshwright.train.loop.step import memory_now
 from meshwright.train.run.run_file import ScheduleConfig
-from meshwright.train.schedules import build_scheduler
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
 OFFLOADED = {"offload_policy": {"pin_memory": False}}
@@ -136,12 +138,15 @@ def _on_accelerator(strategy: str, config: dict[str, Any], sizes: dict[str, int]
 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
-    [
-        ("single", {}, {}),
+    mostly_slow(
+        [
+            ("single", {}, {}),
+            ("ddp", {"engine": "bucketed"}, {}),
+            ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True, "reduce_dtype": "float64"}, {}),
+            ("single", {}, {"pp_size": 2}),
+        ],
         ("ddp", {"engine": "bucketed"}, {}),
-        ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True, "reduce_dtype": "float64"}, {}),
-        ("single", {}, {"pp_size": 2}),
-    ],
+    ),
     ids=str,
 )
 def test_no_step_mixes_the_control_plane_with_the_accelerator(strategy, config, sizes) -> None:
@@ -188,6 +193,7 @@ def _offloaded(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> 
     return collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.tiers import mostly_slow
 
 from meshwright._compat import model_types
 from meshwright._compat.model_types import model_types as known_types
@@ -28,6 +29,7 @@ TRAINS = ("transformers.modeling_utils", "peft", "meshwright.mesh.world", "meshw
 """Of what a plan or a run imports."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "text", "without"),
     [
@@ -46,6 +48,7 @@ def test_all_commands_say_the_same_before_they_import_what_trains(change, text, 
         assert not imported.intersection(without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["tp_size=3", "batch_size=3"])
 def test_sizes_that_do_not_fit_are_found_without_torch(change, tmp_path):
     message, imported = _said(tmp_path, "plan", change, "--world", "8", "--set", "dp_size=null")
@@ -76,19 +79,21 @@ def test_model_types_are_read_as_transformers_has_them(monkeypatch):
 
 @pytest.mark.parametrize(
     ("line", "text"),
-    [
-        (["train", "nowhere.yaml"], "cannot read the run file"),
-        (["explain", "nowhere.yaml"], "cannot read the run file"),
-        (["train", "run.yaml", "--set", "stepz=3"], "Did you mean 'steps'?"),
-        (
-            ["explain", "run.yaml", "--world", "8", "--set", "tp_size=3", "--set", "dp_size=null"],
-            "do not fill the world",
-        ),
-        (["plan", "run.yaml"], "give one of --world N"),
-        (["trian"], "No such command"),
-        (["init", "run.yaml", "--yes"], "--overwrite"),
-        (["init", "new.yaml", "--yes", "--adapter"], "--model DIRECTORY"),
-    ],
+    mostly_slow(
+        [
+            (["train", "nowhere.yaml"], "cannot read the run file"),
+            (["explain", "nowhere.yaml"], "cannot read the run file"),
+            (["train", "run.yaml", "--set", "stepz=3"], "Did you mean 'steps'?"),
+            (
+                ["explain", "run.yaml", "--world", "8", "--set", "tp_size=3", "--set", "dp_size=null"],
+                "do not fill the world",
+            ),
+            (["plan", "run.yaml"], "give one of --world N"),
+            (["trian"], "No such command"),
+            (["init", "run.yaml", "--yes"], "--overwrite"),
+            (["init", "new.yaml", "--yes", "--adapter"], "--model DIRECTORY"),
+        ]
+    ),
 )
 def test_what_needs_no_torch_to_be_found_is_said_without_it(line, text, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN), encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch import Tensor
 
 from meshwright import ConfigError, Mesh, MeshSizes, MeshwrightError, RankError, StrategyError, open_world, resolve
@@ -170,7 +171,7 @@ def _find(name: str) -> Found:
     return Found(given, state, equal, goes_on)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "fsdp2"))
 def test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank(name: str) -> None:
     layout = LAYOUTS[name]
     found = pool(layout.ranks).run(_find, name)
@@ -214,6 +215,7 @@ def _held(name: str, bucket_bytes: int) -> tuple[int, int]:
     return measure_memory(keep_nothing, parts).peak.total - before, largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 16])
 @pytest.mark.parametrize("name", ["single", "fsdp2", "fsdp2, tp", "pipeline, fsdp2", "megatron_fsdp"])
 def test_a_bucket_and_one_parameter_are_all_that_is_held(name: str, bucket_bytes: int) -> None:
@@ -245,6 +247,7 @@ def _within(limit_mib: int, at_once: bool) -> float:
     return sum(sizes) / 2**20
 
 
+@pytest.mark.slow
 def test_what_a_whole_model_would_break_is_enough_for_one_parameter_after_the_other() -> None:
     # 4 MiB of a parameter, twice, 8 of a bucket; gloo holds as much again while it sends, and malloc what was freed.
     first, second = pool(2).run(_within, 96, False)
@@ -264,7 +267,9 @@ def _by_default(name: str) -> bool:
     return _seen(manager.iter_parameters(bucket_bytes=BUCKET)) == own
 
 
-@pytest.mark.parametrize("name", ["single", "fsdp2", "fsdp2, tp", "pipeline, ddp", "megatron_fsdp"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["single", "fsdp2", "fsdp2, tp", "pipeline, ddp", "megatron_fsdp"], "fsdp2")
+)
 def test_a_manager_that_says_nothing_of_parameters_gives_them_from_its_sharded_state(name: str) -> None:
     assert all(pool(LAYOUTS[name].ranks).run(_by_default, name))
 
@@ -328,7 +333,7 @@ def _before_it_is_there(name: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("name", ["single", "pipeline, ddp"])
+@pytest.mark.parametrize("name", mostly_slow(["single", "pipeline, ddp"]))
 def test_model_and_optimizer_are_asked_for_before_they_are_there(name: str) -> None:
     for model, optimizer in pool(LAYOUTS[name].ranks).run(_before_it_is_there, name):
         assert "call manager.parallelize(model) first" in model
@@ -340,6 +345,7 @@ def test_model_and_optimizer_are_asked_for_before_they_are_there(name: str) -> N
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_document_feeds_an_engine() -> None:
     example = ROOT / "examples" / "feed_engine.py"
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "inference-engines.md").read_text(), flags=re.DOTALL)

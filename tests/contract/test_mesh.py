@@ -37,12 +37,14 @@ def _sums(sizes: dict[str, Any], names: list[str]) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_axes_are_laid_out_with_pp_outermost_and_tp_innermost() -> None:
     groups = pool(4).run(_sums, {"pp_size": 2, "tp_size": 2}, ["pp", "tp", "dp", "cp"])
     assert groups[0] == {"pp": [0, 2], "tp": [0, 1], "dp": [0], "cp": [0]}
     assert groups[3] == {"pp": [1, 3], "tp": [2, 3], "dp": [3], "cp": [3]}
 
 
+@pytest.mark.slow
 def test_views_join_neighbouring_axes() -> None:
     sizes = {"dp_replicate_size": 2, "cp_size": 2, "dp_size": 2}
     groups = pool(4).run(_sums, sizes, ["dp", "dp_cp", "dp_shard_cp", "dp_replicate"])
@@ -59,6 +61,7 @@ def _data_coordinates(sizes: dict[str, Any]) -> tuple[int, int, bool]:
     return mesh.data_rank, mesh.data_size, mesh.leads_data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -77,12 +80,14 @@ def _expert_ranks(sizes: dict[str, Any]) -> dict[str, list[int]]:
     return {axis: mesh.expert_mesh[axis].mesh.tolist() for axis in ("pp", "dp_replicate", "ep_shard", "ep")}
 
 
+@pytest.mark.slow
 def test_expert_mesh_covers_the_same_ranks() -> None:
     first, *_, last = pool(4).run(_expert_ranks, {"tp_size": 2, "ep_size": 2})
     assert first == {"pp": [0], "dp_replicate": [0], "ep_shard": [0, 2], "ep": [0, 1]}
     assert last == {"pp": [3], "dp_replicate": [3], "ep_shard": [1, 3], "ep": [2, 3]}
 
 
+@pytest.mark.slow
 def test_experts_may_spread_over_more_ranks_than_tp_and_over_the_whole_world() -> None:
     first = pool(4).run(_expert_ranks, {"tp_size": 2, "ep_size": 4})[0]
     assert first["ep"] == [0, 1, 2, 3]
@@ -191,6 +196,7 @@ def _together(culprits: tuple[int, ...], text: str) -> str:
         return f"raised {error}"
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_raised_on_all_with_one_text() -> None:
     texts = pool(4).run(_together, (2,), "corpus missing on {rank}")
     assert len(set(texts)) == 1
@@ -203,7 +209,7 @@ def test_an_error_of_all_ranks_is_told_once_without_ranks() -> None:
 
 
 def test_without_error_each_rank_gets_its_own_result() -> None:
-    assert pool(3).run(_together, (), "") == ["0", "1", "2"]
+    assert pool(2).run(_together, (), "") == ["0", "1"]
 
 
 def _mixed_errors() -> str:
@@ -215,6 +221,7 @@ def _mixed_errors() -> str:
     return "not raised"
 
 
+@pytest.mark.slow
 def test_different_errors_become_that_of_the_lowest_rank() -> None:
     texts = pool(3).run(_mixed_errors)
     assert len(set(texts)) == 1

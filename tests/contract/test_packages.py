@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.strategy.registry import INSTALLABLE, install_line
+from meshwright.strategy.registry import install_line, installable
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
@@ -64,7 +64,7 @@ def test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name(directory
     plugin = project(directory)
     name = directory.name
     assert list(plugin["entry-points"]["meshwright"]) == [name]
-    assert INSTALLABLE[name] == extra_of(directory)
+    assert installable()[name] == extra_of(directory)
     assert f"'.[{extra_of(directory)}]'" in install_line(name)
 
 
@@ -78,7 +78,7 @@ def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_
 
 
 def test_every_strategy_that_is_offered_for_installation_is_a_package_here():
-    assert set(INSTALLABLE) == {directory.name for directory in STRATEGIES}
+    assert set(installable()) == {directory.name for directory in STRATEGIES}
 
 
 # -- from a clone
@@ -111,6 +111,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extras", "expected"),
     [
@@ -126,6 +127,7 @@ def test_extras_of_a_clone_install_the_plugins_that_lie_in_it(extras: str, expec
     assert found == {project(ROOT / "plugins" / name)["name"]: (name, False) for name in expected}
 
 
+@pytest.mark.slow
 def test_plugins_of_a_clone_that_are_named_stay_editable(clone: Path) -> None:
     found = would_install(clone, "-e", ".", "-e", "plugins/ddp")
     assert found == {"meshwright": ("with%20a%20space", True), "meshwright-ddp": ("ddp", True)}
@@ -197,18 +199,20 @@ def told(output: str) -> tuple[list[str], list[str]]:
     return names, [line.split(":")[0].strip() for line in installable.splitlines()]
 
 
+@pytest.mark.slow
 def test_core_alone_lists_single_and_offers_the_others(core, dependencies):
-    assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(INSTALLABLE))
+    assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(installable()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directory", STRATEGIES, ids=lambda path: path.name)
 def test_a_plugin_works_alone_beside_core(directory, core, dependencies, tmp_path):
     name = directory.name
     paths = [installed(directory, tmp_path / name), core, dependencies]
     assert list(paths[0].glob("*.dist-info/licenses/LICENSE"))
-    names, installable = told(run_with(paths, LIST))
+    names, offered = told(run_with(paths, LIST))
     assert names == sorted([name, "single"])
-    assert installable == [other for other in sorted(INSTALLABLE) if other != name]
+    assert offered == [other for other in sorted(installable()) if other != name]
     code = f"""
 import sys, meshwright
 spec = meshwright.get_strategy({name!r})
@@ -219,6 +223,7 @@ print(spec.config_cls(), meshwright.__file__, sys.modules[spec.config_cls.__modu
     assert Path(plugin_file).is_relative_to(tmp_path)
 
 
+@pytest.mark.slow
 def test_distributions_bring_their_types_and_licence(core):
     assert (core / "meshwright" / "py.typed").is_file()
     assert list(core.glob("meshwright-*.dist-info/licenses/LICENSE"))

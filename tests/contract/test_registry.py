@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.tiers import mostly_slow
 from typer.testing import CliRunner
 
 from meshwright.base.errors import StrategyError, UnknownStrategyError
 from meshwright.cli import main as cli
 from meshwright.cli.main import add_commands
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.plugins import ENTRY_POINT_GROUP
-from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
+from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry, install_line, installable
 from meshwright.strategy.spec import StrategySpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stdlib.yaml"
@@ -254,7 +254,7 @@ def test_an_unknown_name_lists_what_is_installed_installable_and_broken(plugin):
     assert "Failed to load: broken of plugin broken (" in text
 
 
-@pytest.mark.parametrize("name", list(INSTALLABLE))
+@pytest.mark.parametrize("name", list(installable()))
 def test_a_strategy_of_this_project_that_is_missing_answers_with_its_install_line(name, monkeypatch):
     registry = Registry([])
     line = install_line(name)
@@ -266,7 +266,7 @@ def test_a_strategy_of_this_project_that_is_missing_answers_with_its_install_lin
 
 
 def test_a_broken_strategy_is_not_offered_for_installation(plugin):
-    assert list(Registry([plugin("fsdp2", "1 / 0")]).installable) == [name for name in INSTALLABLE if name != "fsdp2"]
+    assert list(Registry([plugin("fsdp2", "1 / 0")]).installable) == [name for name in installable() if name != "fsdp2"]
 
 
 def test_the_installed_plugins_of_this_project_are_found():
@@ -397,13 +397,15 @@ def test_plugins_brought_as_objects_are_told_by_their_name():
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "meshwright.list_strategies()",
-        "[s.config_cls() for s in meshwright.list_strategies().values()]; meshwright.get_strategy('fsdp2')",
-        "from meshwright.train.run.run_file import load_run; load_run(sys.argv[1])",
-        "from meshwright.train.run.run_schema import run_schema; run_schema()",
-        "from meshwright.strategy.stack import resolve; resolve('fsdp2', meshwright.MeshSizes(), 4)",
-    ],
+    mostly_slow(
+        [
+            "meshwright.list_strategies()",
+            "[s.config_cls() for s in meshwright.list_strategies().values()]; meshwright.get_strategy('fsdp2')",
+            "from meshwright.train.run.run_file import load_run; load_run(sys.argv[1])",
+            "from meshwright.train.run.run_schema import run_schema; run_schema()",
+            "from meshwright.strategy.stack import resolve; resolve('fsdp2', meshwright.MeshSizes(), 4)",
+        ]
+    ),
 )
 def test_listing_validating_and_resolving_import_neither_torch_nor_transformers(code):
     check = f"import sys, meshwright; {code}; assert not {{'torch', 'transformers'}} & set(sys.modules)"

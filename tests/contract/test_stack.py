@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from meshwright.base.errors import ConfigError, MeshError, ReplicateSizeError, StrategyError, UnknownStrategyError
 from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
+from meshwright.strategy.registry import Registry, install_line, installable
 from meshwright.strategy.spec import StrategyConfig, StrategySpec
 from meshwright.strategy.stack import resolve, strategy_of
 
@@ -192,7 +192,7 @@ def test_dp_replicate_size_for_a_strategy_that_does_not_take_it_is_an_assertion_
 
 
 def test_nothing_is_offered_for_installation_when_all_is_installed():
-    registry = registry_of(*(spec(name, "dp_shard") for name in INSTALLABLE))
+    registry = registry_of(*(spec(name, "dp_shard") for name in installable()))
     with pytest.raises(MeshError) as caught:
         resolve("fsdp2", MeshSizes(tp_size=2), 2, registry=registry)
     assert "pip install" not in str(caught.value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 
 from meshwright import StrategyError
 from meshwright.testing import Case, pool
@@ -30,8 +31,8 @@ def _losses_with_snapshots(strategy: str, sizes: dict[str, int], case: Case, ful
     return losses, unchanged
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), mostly_slow(LAYOUTS, "ddp"))
+@pytest.mark.parametrize("full", mostly_slow([False, True], True))
 def test_taking_state_at_any_time_does_not_change_the_training(
     strategy: str, ranks: int, sizes: dict[str, int], full: bool
 ) -> None:
@@ -51,17 +52,20 @@ def _reloaded(strategy: str, sizes: dict[str, int], case: Case, before: int) -> 
     return losses + train_steps(second, case, range(before, case.steps))[0]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), mostly_slow(LAYOUTS, "ddp"))
+@pytest.mark.parametrize("before", mostly_slow([0, 2], 2))
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(CASE, id="adamw"),
-        pytest.param(replace(CASE, optimizer=OptimizerConfig(name="SGD", lr=0.1)), id="sgd-without-state"),
-        pytest.param(replace(CASE, optimizer=OptimizerConfig(name="Adagrad", lr=0.1)), id="adagrad"),
-        pytest.param(Case(model_type="routed", route="steps"), id="parameters-that-never-had-a-gradient"),
-        pytest.param(Case(frozen=("*embed_tokens*",)), id="frozen"),
-    ],
+    mostly_slow(
+        [
+            pytest.param(CASE, id="adamw"),
+            pytest.param(replace(CASE, optimizer=OptimizerConfig(name="SGD", lr=0.1)), id="sgd-without-state"),
+            pytest.param(replace(CASE, optimizer=OptimizerConfig(name="Adagrad", lr=0.1)), id="adagrad"),
+            pytest.param(Case(model_type="routed", route="steps"), id="parameters-that-never-had-a-gradient"),
+            pytest.param(Case(frozen=("*embed_tokens*",)), id="frozen"),
+        ],
+        "adamw",
+    ),
 )
 def test_full_state_goes_on_where_it_was_taken(
     strategy: str, ranks: int, sizes: dict[str, int], before: int, case: Case
@@ -104,7 +108,7 @@ def _refusals(strategy: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", mostly_slow(["ddp", "fsdp2"], "fsdp2"))
 def test_state_of_another_model_is_refused_on_all_ranks(strategy: str) -> None:
     first, second = pool(2).run(_refusals, strategy)
     assert first == second

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright import BatchError, count_tokens
-from meshwright.strategy.contract import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import ConfigError, DataError
+from meshwright.base.types import Batch
 from meshwright.data import (
     DataOrder,
     Documents,
@@ -32,7 +33,6 @@ from meshwright.data import (
 )
 from meshwright.data.rows.best_fit import LEAST, best_fit, cached_best_fit
 from meshwright.data.rows.mixture import BLOCK, Mixture
-from meshwright.strategy.contract import Batch
 
 EXAMPLES = settings(deadline=None, max_examples=80)
 lengths_of = st.lists(st.integers(0, 12), max_size=60)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from meshwright.base.errors import CheckpointError, DataError
+from meshwright.base.types import Batch
 from meshwright.base.validation import validated
 from meshwright.data import DataConfig, Feed, Place, lay_out, prepare, train_tokenizer
-from meshwright.strategy.contract import Batch
 
 run_rows = importlib.import_module("meshwright.data.run_rows")
 stream = importlib.import_module("meshwright.data.rows.stream")

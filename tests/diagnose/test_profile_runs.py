@@ -17,6 +17,7 @@ from support.runs import Place
 
 from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
 from meshwright._compat.profiling import flight_records, is_profiled, quieten_kineto, seen_by
+from meshwright.base.types import Batch
 from meshwright.profile.activity import exposed_communication
 from meshwright.profile.faults import FaultFiles
 from meshwright.profile.load import load_summary
@@ -24,7 +25,6 @@ from meshwright.profile.marks import marked
 from meshwright.profile.recording import NOTHING, activities, warm_up
 from meshwright.profile.sampling import Sampler, around_both, spans_of
 from meshwright.profile.trace import read_trace
-from meshwright.strategy.contract import Batch
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share

@@ -52,7 +52,7 @@ OWNERS = {
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
     "meshwright.train.run.run_file": ["RunConfig", "ScheduleConfig"],
-    "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
+    "meshwright.optim.config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "ElasticConfig", "ResumeConfig"),
         *("PlanConfig", "MetricsConfig", "StragglersConfig"),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshwright import ConfigError, Tokens, count_tokens
+from meshwright.base.types import Batch
 from meshwright.step.objective import Given
 from meshwright.step.objective_trial import tried
 from meshwright.step.tokens import Sequences
-from meshwright.strategy.contract import Batch
 from meshwright.testing.case import Case, share
 from meshwright.testing.parity import build_manager
 from meshwright.testing.pool import pool

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright import BatchError, MeshwrightError, count_tokens
+from meshwright.base.types import Batch
 from meshwright.step.tokens import Tokens
-from meshwright.strategy.contract import Batch
 from meshwright.testing.case import Case, share
 from meshwright.testing.parity import build_manager, full_weights
 from meshwright.testing.pool import pool

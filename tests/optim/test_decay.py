@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.kinds import DIFFERENT_IN_KIND
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -15,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, open_world, optimizer_factory, resolve
 from meshwright.base.errors import ConfigError
+from meshwright.optim.groups import known_without_model, what_is_trained
 from meshwright.testing.models import tiny_model
 from meshwright.testing.pool import pool
 from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
-from meshwright.train.optimizer_groups import known_without_model, what_is_trained
 
 TRAINABLE = [name for name in zoo_types() if zoo_reason(name) is None]
 # Where patterns over whole paths went wrong, and those that keep vectors in two dims.
@@ -139,13 +140,14 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, "ddp"))
 def test_every_strategy_decays_the_same_parameters_of_a_model_of_ones_own(layout: str) -> None:
     ranks, *how = LAYOUTS[layout]
     found = pool(ranks).run(decayed_under, *how, True)
     assert set.union(*found) == OWN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes"), [("fsdp2", {"tp_size": 2}), ("ddp", {"pp_size": 2}), ("fsdp2", {"pp_size": 2})]
 )

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from support.commands import write_run
 from support.runs import Place
+from support.tiers import mostly_slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -25,6 +26,7 @@ from meshwright.checkpoint.manifest import step_directory
 from meshwright.checkpoint.payload import read_tensors
 from meshwright.cli import main as cli
 from meshwright.launch.open_world import open_world
+from meshwright.optim.config import EMAConfig
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Sharded, tensor_pieces
@@ -33,7 +35,6 @@ from meshwright.testing.case import share
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, full_weights, train_between, train_steps
 from meshwright.train.loop.ema import EMA
-from meshwright.train.optimizer_config import EMAConfig
 from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig, load_run
 
 EXACT = 1e-12
@@ -166,6 +167,7 @@ def check_layout(layout: Layout, case: Case, setting: str) -> None:
         assert is_left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_each_option_of_an_average_acts_as_by_hand(setting: str) -> None:
     check_layout((1, "single", {}, {}), CASE, setting)
@@ -175,7 +177,7 @@ def few_and_all(daily: list[str]) -> list[Any]:
     return [pytest.param(each, id=each, marks=() if each in daily else pytest.mark.zoo) for each in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", few_and_all(DAILY))
+@pytest.mark.parametrize("layout", mostly_slow(few_and_all(DAILY), "fsdp2"))
 def test_the_average_is_that_of_one_process_by_hand(layout: str) -> None:
     check_layout(LAYOUTS[layout], TIED if "pipeline" in layout else CASE, "all")
 
@@ -214,6 +216,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*pair, marks=() if index < 2 else pytest.mark.zoo) for index, pair in enumerate(RESUMED)],
@@ -246,6 +249,7 @@ def stored_averages(path: str) -> dict[str, Tensor]:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -361,6 +365,7 @@ def test_averages_of_adapters_go_on_in_another_layout(tmp_path: Path, before: st
 # -- exported
 
 
+@pytest.mark.slow
 def test_an_export_of_the_average_is_the_averaged_model_in_the_dtype_of_the_weights(tmp_path: Path) -> None:
     case = replace(TIED, dtype="bfloat16", schedule=None)
     with closing(open_world("cpu")):
@@ -389,6 +394,7 @@ def test_an_export_of_an_average_that_is_not_there_is_an_error(tmp_path: Path) -
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_with_its_averages_alone_and_merged(tmp_path: Path) -> None:
     base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
     base.save_pretrained(tmp_path / "base")
@@ -440,6 +446,7 @@ def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]
     return dict(results[-1].evaluations), by_hand, -1.0
 
 
+@pytest.mark.slow
 def test_a_loop_evaluates_the_average_beside_the_weights() -> None:
     for found, by_hand, told in pool(2).run(fitted, {}):
         assert {name: found[name] for name in by_hand} == by_hand
@@ -461,6 +468,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EVERY_TWO = {"every": 2, "sequences": 2}
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model(
     workplace: Path, tmp_path: Path
 ) -> None:
@@ -481,6 +489,7 @@ def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_th
         assert torch.allclose(value, again[name], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_without_an_average_may_begin_one_where_that_is_allowed(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     constant = {"schedule": {"name": "constant"}, "eval": EVERY_TWO}
@@ -497,6 +506,7 @@ def test_a_run_without_an_average_may_begin_one_where_that_is_allowed(workplace:
     assert counts.tolist() == [6, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.adapter_cases import LAYOUTS as OF_ADAPTERS
 from support.adapter_cases import adapter_case
+from support.tiers import mostly_slow
 
 from meshwright import Loop, StrategyError, StrategyManager, fit
 from meshwright.model.layout import in_order
@@ -56,16 +57,20 @@ def _assert_alike(found: list[FoundNorms], case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    [
-        *((layout, "tied") for layout in LAYOUTS),
-        *((layout, "frozen") for layout in ("ddp-zero1", "pp-interleaved")),
-        *((layout, "unused") for layout in ("ddp-bucketed", "fsdp2-wide")),
-    ],
+    mostly_slow(
+        [
+            *((layout, "tied") for layout in LAYOUTS),
+            *((layout, "frozen") for layout in ("ddp-zero1", "pp-interleaved")),
+            *((layout, "unused") for layout in ("ddp-bucketed", "fsdp2-wide")),
+        ],
+        ("fsdp2-wide", "unused"),
+    ),
 )
 def test_norms_by_block_are_those_of_one_process(layout: str, case: str) -> None:
     _assert_alike(_found(layout, CASES[case]), CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "pp"])
 def test_norms_of_an_adapter_are_those_of_what_trains(layout: str) -> None:
     pytest.importorskip("peft")
@@ -84,6 +89,7 @@ def test_names_are_those_of_blocks_in_the_order_in_which_they_run() -> None:
     assert in_order(["other", "b.1", "head", "a.0", "embedding", "b.1"]) == ["embedding", "b.1", "a.0", "head", "other"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "ddp-zero1", "fsdp2-wide", "tp-sequence", "pp-interleaved"])
 def test_asking_changes_no_bit_of_what_is_trained(layout: str) -> None:
     asked, plain = _found(layout, CASES["tied"]), _found(layout, CASES["tied"], asks=False)
@@ -103,6 +109,7 @@ def _traffic(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int],
     return measure_collectives(manager.gradient_norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes", "calls"),
     [
@@ -149,6 +156,7 @@ def _fitted(strategy: str, sizes: Mapping[str, int], case: Case) -> list[dict[st
     return [dict(result.norms) for result in fit(manager, loop)]
 
 
+@pytest.mark.slow
 def test_a_loop_tells_them_in_every_nth_step() -> None:
     case = Case(layers=4, tied=True)
     (expected,) = pool(1).run(_fitted, "single", {}, case)

@@ -38,6 +38,7 @@ def _norms(norm_type: float) -> tuple[float, list[torch.Tensor]]:
     return float(norm), scaled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
 def test_norm_and_scale_over_mixed_placements(norm_type: float) -> None:
     whole = [*_whole(), torch.full((3,), 0.5, dtype=torch.float64)]
@@ -63,6 +64,7 @@ def _divided(norm_type: float) -> tuple[float, list[float]]:
     return float(total_grad_norm(parts, norm_type, groups=groups)), each_norm(parts, groups).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_norms_of_plain_parts_whose_groups_are_told(norm_type: float) -> None:
     whole = [_whole()[index] for index in (0, 4, 2)]

@@ -10,14 +10,9 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.optim import (
-    can_fuse,
-    fused_where_it_pays,
-    optimizer_factory,
-    try_optimization,
-)
+from meshwright.optim.build import can_fuse, fused_where_it_pays, optimizer_factory, try_optimization
+from meshwright.optim.schedules import build_scheduler
 from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
-from meshwright.train.schedules import build_scheduler
 
 
 def named() -> list[tuple[str, nn.Parameter]]:
@@ -248,7 +243,7 @@ def test_an_optimizer_is_known_to_fuse_by_trying_it() -> None:
 
 
 def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
-    from meshwright.train import optim
+    from meshwright.optim import build as optim
 
     parameters = [torch.nn.Parameter(torch.zeros(2, device="meta")), torch.nn.Parameter(torch.zeros(3, device="meta"))]
     here = [torch.nn.Parameter(torch.zeros(2))]

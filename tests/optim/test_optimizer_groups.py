@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.commands import write_run
 from support.runs import Place
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
@@ -26,15 +27,15 @@ from meshwright.base.errors import ConfigError, MeshwrightError, StrategyError
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.optim.build import optimizer_factory, try_optimization
+from meshwright.optim.groups import Trained, group_numbers, what_is_trained
+from meshwright.optim.optimizers import Optimizers
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE, Outcome, share
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import difference, train_case
 from meshwright.testing.resumed import Part, train_resumed, wrong_rates
-from meshwright.train.optim import optimizer_factory, try_optimization
-from meshwright.train.optimizer_groups import Trained, group_numbers, what_is_trained
-from meshwright.train.optimizers import Optimizers
 from meshwright.train.run.run_file import OptimizerConfig, OptimizerGroup, ScheduleConfig
 
 MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
@@ -309,11 +310,12 @@ def apart(case: Case, layout: tuple[int, str, dict[str, Any], dict[str, Any]]) -
     return difference(outcomes, expected(case)).worst
 
 
-@pytest.mark.parametrize("layout", few_and_all(LAYOUTS, DAILY))
+@pytest.mark.parametrize("layout", mostly_slow(few_and_all(LAYOUTS, DAILY), "fsdp2"))
 def test_muon_for_matrices_and_adamw_for_the_rest_are_at_parity(layout: str) -> None:
     assert apart(CASE, LAYOUTS[layout]) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", few_and_all({**LAYOUTS, **PIECES}, ["ddp, distributed optimizer"]))
 def test_an_optimizer_of_your_own_beside_others_is_at_parity(layout: str) -> None:
     groups = [{"match": ["*_proj.weight"], "name": OWN, "lr": 1e-3}, {"match": ["*head*"], "name": "SGD"}]
@@ -361,6 +363,7 @@ def trained_by_hand(case: Case) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_in_one_process_they_are_two_optimizers_of_plain_torch() -> None:
     (by_hand,) = pool(1).run(unrounded, trained_by_hand, CASE)
     for found, weight in zip(by_hand, expected(CASE).weights.values(), strict=True):
@@ -394,7 +397,7 @@ def refusal(config: OptimizerConfig, strategy: str, options: dict[str, Any], siz
     return ""
 
 
-@pytest.mark.parametrize("layout", few_and_all(PIECES, ["megatron_fsdp"]))
+@pytest.mark.parametrize("layout", mostly_slow(few_and_all(PIECES, ["megatron_fsdp"]), "megatron_fsdp"))
 def test_muon_is_refused_by_name_where_a_rank_has_pieces(layout: str) -> None:
     ranks, *rest = PIECES[layout]
     told = pool(ranks).run(refusal, OptimizerConfig(**CONFIG), *rest)
@@ -404,6 +407,7 @@ def test_muon_is_refused_by_name_where_a_rank_has_pieces(layout: str) -> None:
     assert "pieces" in told[0]
 
 
+@pytest.mark.slow
 def test_a_group_may_be_of_one_stage_alone_and_one_of_none_is_an_error_on_all_ranks() -> None:
     _, *layout = LAYOUTS["pipeline over ddp"]
     one = OptimizerConfig(
@@ -437,6 +441,7 @@ def resumed(layout: str, steps: range, source: Path | None, target: Path | None)
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*pair, marks=() if index == 0 else pytest.mark.zoo) for index, pair in enumerate(RESUMED)],
@@ -518,6 +523,7 @@ def test_what_several_as_one_cannot_do_is_refused() -> None:
 # -- in a run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [

@@ -18,9 +18,9 @@ from torch import nn
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.launch.open_world import open_world
-from meshwright.manager.optimizer_trial import check_optimizer
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.optim.trial import check_optimizer
 from meshwright.strategy.stack import resolve
 from meshwright.tensors.state import DTENSORS
 from meshwright.testing.case import TOLERANCE, Case, Outcome
@@ -145,6 +145,7 @@ def expected(name: str) -> Outcome | str:
     return pool(1).run(all_trained, [name], *LAYOUTS["`single`"])[0][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
@@ -169,6 +170,7 @@ def test_an_optimizer_reaches_parity_or_is_refused_by_name(layout: str, names: l
     assert not wrong
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_be_tried_is_taken_with_a_warning_where_parameters_are_divided() -> None:
     assert pool(2).run(told_of_untried, "ddp", {}) == [[], []]
     for told in pool(2).run(told_of_untried, "ddp", LAYOUTS[DAILY[0]][1]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base.errors import ModelError
-from meshwright.strategy.contract import Batch
+from meshwright.base.types import Batch
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager
 from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types, zoo_vocab

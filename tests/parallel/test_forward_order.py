@@ -11,7 +11,7 @@ from meshwright.model.compile import compile_blocks
 from meshwright.model.forward_order import Layer, put_around
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.model.weight_gradients import WeightGradients
-from meshwright.strategy.ask import model_layout
+from meshwright.strategy.registry import model_layout
 from meshwright.testing.models import tiny_model
 
 

@@ -37,8 +37,7 @@ from meshwright.parallel.tensor import (
 from meshwright.parallel.tensor import plan as plan_module
 from meshwright.parallel.tensor.module_styles import Plan
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.strategy.ask import model_layout
-from meshwright.strategy.registry import Registry
+from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import TINY, case_model, tiny_model

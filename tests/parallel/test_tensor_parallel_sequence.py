@@ -18,8 +18,7 @@ from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.sequence_stream import find_parts
 from meshwright.step.agreement import agree
 from meshwright.step.batch import Terms
-from meshwright.strategy.ask import model_layout
-from meshwright.strategy.registry import Registry
+from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import case_model, tiny_model

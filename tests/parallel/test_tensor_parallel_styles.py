@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.base.types import IGNORED_LABEL
 from meshwright.parallel.tensor.collectives import (
     Copy,
     Gather,
@@ -23,7 +24,6 @@ from meshwright.parallel.tensor.collectives import (
 )
 from meshwright.step.rows import Rows, token_loss
 from meshwright.step.token_loss import targets, token_loss_sum
-from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from meshwright import Loop, MeshSizes, StepResult, fit
 from meshwright.objectives import get_objective
+from meshwright.optim.build import optimizer_factory
 from meshwright.plan.model_flops import ModelFlops, model_flops
 from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
@@ -21,7 +22,6 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop.extension import Flops
-from meshwright.train.optim import optimizer_factory
 from meshwright.train.run.report import describe
 from meshwright.train.run.run_file import OptimizerConfig
 

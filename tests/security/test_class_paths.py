@@ -23,9 +23,9 @@ from meshwright.files.class_paths import allow_imports, check_import, import_cla
 from meshwright.model.configuration import config_from_mapping
 from meshwright.objectives.base import Objective
 from meshwright.objectives.registry import check_objective, get_objective
+from meshwright.optim.build import optimizer_class
+from meshwright.optim.config import OptimizerConfig, OptimizerGroup
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.train.optim import optimizer_class
-from meshwright.train.optimizer_config import OptimizerConfig, OptimizerGroup
 from meshwright_pipeline.run.users_loss import objective_of
 
 DANGEROUS = [

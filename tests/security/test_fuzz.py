@@ -40,9 +40,10 @@ from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import model_config
+from meshwright.optim.build import try_optimization
+from meshwright.optim.optimizers import needs_closure
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
-from meshwright.train.optim import needs_closure, try_optimization
 from meshwright.train.run import start
 from meshwright.train.run.model_trial import try_model
 from meshwright.train.run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import modeling_flash_attention_utils as flash
 
@@ -52,14 +53,17 @@ def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Out
 
 @pytest.mark.parametrize(
     ("strategy", "shape", "names"),
-    [
-        ("fsdp2", (1, 1, 2, 1, 1), ROOT),
+    mostly_slow(
+        [
+            ("fsdp2", (1, 1, 2, 1, 1), ROOT),
+            ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
+            ("fsdp2", (1, 2, 1, 1, 2), ROOT),
+            ("megatron_fsdp", (1, 2, 1), ("dp", "cp", "tp")),
+            ("ddp", (2,), ("data_parallel",)),
+            ("pipeline", (2, 1), ("pp", "dp_shard")),
+        ],
         ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
-        ("fsdp2", (1, 2, 1, 1, 2), ROOT),
-        ("megatron_fsdp", (1, 2, 1), ("dp", "cp", "tp")),
-        ("ddp", (2,), ("data_parallel",)),
-        ("pipeline", (2, 1), ("pp", "dp_shard")),
-    ],
+    ),
     ids=str,
 )
 def test_a_manager_on_a_device_mesh_trains_as_one_process(
@@ -91,12 +95,14 @@ def _refused(shape: tuple[int, ...], names: tuple[str, ...], part: str | None) -
 
 @pytest.mark.parametrize(
     ("shape", "names", "part", "told"),
-    [
-        ((2, 1), ("rows", "tp"), None, "unknown axis 'rows'. Known: pp, dp_replicate"),
-        ((2, 1), ("tp", "dp"), None, "accepted"),
-        ((2, 1), ("pp", "dp"), None, "does not shard pp"),
-        ((1, 2), ("tp", "dp"), "tp", "takes all 2 ranks in order"),
-    ],
+    mostly_slow(
+        [
+            ((2, 1), ("rows", "tp"), None, "unknown axis 'rows'. Known: pp, dp_replicate"),
+            ((2, 1), ("tp", "dp"), None, "accepted"),
+            ((2, 1), ("pp", "dp"), None, "does not shard pp"),
+            ((1, 2), ("tp", "dp"), "tp", "takes all 2 ranks in order"),
+        ]
+    ),
     ids=str,
 )
 def test_a_device_mesh_that_is_not_understood_is_refused_on_all_ranks(
@@ -116,6 +122,7 @@ def _from_config(theirs: bool) -> tuple[str, list[float]]:
     return manager.config.engine, train_steps(manager, CASE, range(2))[0]
 
 
+@pytest.mark.slow
 def test_from_config_takes_the_references_class() -> None:
     found = pool(2).run(_from_config, True)
     assert found == pool(2).run(_from_config, False)
@@ -278,7 +285,7 @@ def _from_doors(path: str, name: str) -> list[str]:
     return [f"{type(each.config).__name__} on {each.mesh.degrees}" for each in managers]
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", mostly_slow(DOORS, "fsdp2"))
 def test_the_strategy_follows_from_the_config_and_the_sizes_from_a_device_mesh(name: str, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     expected = {"fsdp2": "FSDP2Config", "megatron_fsdp": "MegatronFSDPConfig"}.get(name, "DDPConfig")
@@ -320,15 +327,17 @@ def _mixed_up(case: str) -> str:
 
 @pytest.mark.parametrize(
     ("case", "told"),
-    [
-        ("size", "MeshError: tp_size=2, but device_mesh has 1. Leave tp_size out."),
-        ("device", "MeshError: device_mesh and device both say where"),
-        ("world", "MeshError: device_mesh and world both say where"),
-        ("experts alone", "MeshError: moe_mesh is the mesh for experts beside device_mesh"),
-        ("no mesh", "MeshError: a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a str"),
-        ("no config", "ConfigError: strategy_config of 'fsdp2' takes a FSDP2Config, not a "),
-        ("replicated", "ReplicateSizeError: dp_shard=2, but ddp shards dp_replicate"),
-    ],
+    mostly_slow(
+        [
+            ("size", "MeshError: tp_size=2, but device_mesh has 1. Leave tp_size out."),
+            ("device", "MeshError: device_mesh and device both say where"),
+            ("world", "MeshError: device_mesh and world both say where"),
+            ("experts alone", "MeshError: moe_mesh is the mesh for experts beside device_mesh"),
+            ("no mesh", "MeshError: a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a str"),
+            ("no config", "ConfigError: strategy_config of 'fsdp2' takes a FSDP2Config, not a "),
+            ("replicated", "ReplicateSizeError: dp_shard=2, but ddp shards dp_replicate"),
+        ]
+    ),
     ids=lambda each: each.partition(":")[0],
 )
 def test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks(case: str, told: str) -> None:

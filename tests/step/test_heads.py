@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.objective_layouts import LAYOUTS, ZERO1, Layout, trained_by
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -32,11 +33,12 @@ from meshwright import (
     resolve,
     save_checkpoint,
 )
+from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.checkpoint import export_checkpoint
 from meshwright.objectives import get_objective
 from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import TOLERANCE, share
 from meshwright.testing.cells import register
@@ -205,13 +207,13 @@ def _worst(layout: Layout, kind: str, model_type: str, features: int = 1) -> flo
     return difference(found, _expected(kind, model_type, features)).worst
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", mostly_slow(PLACES, "fsdp2"))
 def test_values_of_tokens_train_as_on_one_rank(name: str) -> None:
     layout = PLACES[name]
     assert _worst(layout, "tokens", layout.model, features=3 if "tp" in name else 1) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", mostly_slow(PLACES, "cp"))
 def test_rewards_of_sequences_train_as_on_one_rank(name: str) -> None:
     layout = PLACES[name]
     assert _worst(layout, "sequences", "gpt2" if layout.model == "llama" else layout.model) <= TOLERANCE
@@ -226,6 +228,7 @@ def test_every_head_of_every_model_trains_as_on_one_rank(kind: str, model_type: 
             assert _worst(layout, kind, model_type) <= TOLERANCE, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp2", "tp", "pp"])
 @pytest.mark.parametrize("kind", AUTO)
 def test_heads_on_the_meta_device_get_the_values_of_their_class(kind: str, name: str) -> None:
@@ -233,6 +236,7 @@ def test_heads_on_the_meta_device_get_the_values_of_their_class(kind: str, name:
     assert difference(found, _expected(kind, "llama")).worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["colwise_gather_output", "rowwise_rep"])
 def test_a_plan_of_the_user_may_divide_a_head(style: str) -> None:
     plan = {"model.layers.*.mlp.up_proj": "colwise_gather_output", "score": style}
@@ -252,6 +256,7 @@ def _loaded(layout: Layout, kind: str, path: str) -> dict[str, Tensor]:
     return full_weights(manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AUTO)
 def test_models_with_heads_are_saved_loaded_and_exported(kind: str, tmp_path: Path) -> None:
     weights = pool(2).run(_saved, PLACES["tp"], kind, str(tmp_path / "checkpoint"))[0]
@@ -317,7 +322,7 @@ REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", mostly_slow(REFUSED, "no objective", "no padding"))
 def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: str) -> None:
     where, kind, objective, padding, features, text = REFUSED[name]
     found = pool(PLACES[where].ranks).run(_told, PLACES[where], kind, objective, padding, features)
@@ -328,7 +333,7 @@ def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: 
 
 def _rewarded(strategy: str, sizes: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
     """Of pairs of sequences, whose rows are not on one rank."""
-    register("rows_axis")
+    register("support.rows_axis")
     manager = _manager(Layout(2, strategy, sizes=sizes), _model("sequences", "llama"))
     (batch,) = share(Case(sequences=8, ragged=False), 0, 0, 1)
     loss = manager.forward_backward([batch], num_tokens=torch.tensor(4), objective=get_objective("reward"))
@@ -336,6 +341,7 @@ def _rewarded(strategy: str, sizes: dict[str, int]) -> tuple[float, dict[str, Te
     return float(loss), full_weights(manager)
 
 
+@pytest.mark.slow
 def test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs() -> None:
     ((expected, weights),) = pool(1).run(_rewarded, "single", {})
     for loss, found in pool(2).run(_rewarded, "rows", {"tp_size": 2}):

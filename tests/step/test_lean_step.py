@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.tiers import mostly_slow
 
 from meshwright import BatchError, count_tokens, open_world
 from meshwright.testing import Case, pool
@@ -92,7 +93,7 @@ def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
     return expected
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", mostly_slow(STACKS, "single"))
 def test_a_step_sends_one_message_in_log2_rounds_and_waits_once(stack: str) -> None:
     ranks = 1 if stack == "single" else 4
     for messages, traffic, reads in pool(ranks).run(_step, *STACKS[stack]):
@@ -147,7 +148,7 @@ def _announced(culprit: int, reader: int | None) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize(("culprit", "reader"), [(1, None), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("culprit", "reader"), mostly_slow([(1, None), (1, 0), (1, 1)]))
 def test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count(
     culprit: int, reader: int | None
 ) -> None:
@@ -178,6 +179,7 @@ def _numbers() -> list[Any]:
     return [type(eager) is torch.Tensor, int(eager), *found, waits[3].dtype, bool(waits[3] == eager), repr(waits[3])]
 
 
+@pytest.mark.slow
 def test_a_count_is_a_number_wherever_a_tensor_is() -> None:
     for plain, total, four, one, two, both, dtype, equal, told in pool(3).run(_numbers):
         assert plain
@@ -201,6 +203,6 @@ def _exchanged(seed: int) -> list[Any]:
     return [(sums, highs) == expected, low == values.amin(0).tolist()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", mostly_slow([1, 2, 3, 4], 2))
 def test_sums_and_highest_values_are_those_of_all_ranks(ranks: int) -> None:
     assert pool(ranks).run(_exchanged, ranks) == [[True, True]] * ranks

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, open_world, optimizer_factory, resolve
+from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.step.agreement import count_tokens
-from meshwright.strategy.contract import IGNORED_LABEL, Batch
 from meshwright.testing.models import tiny_model
 from meshwright.testing.pool import pool
 
@@ -87,18 +88,21 @@ def trained(rope: str, strategy: str, sizes: dict[str, int], microbatches: int, 
     return found
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("packed", mostly_slow([False, True], True), ids=["padded", "packed"])
+@pytest.mark.parametrize("rope", mostly_slow(ROPES, "dynamic"))
 @pytest.mark.parametrize(
     ("ranks", "strategy", "sizes", "microbatches"),
-    [
-        (1, "single", {}, 2),
-        (2, "ddp", {}, 1),
+    mostly_slow(
+        [
+            (1, "single", {}, 2),
+            (2, "ddp", {}, 1),
+            (2, "fsdp2", {}, 2),
+            (2, "fsdp2", {"tp_size": 2}, 4),
+            (2, "ddp", {"pp_size": 2}, 2),
+            (2, "megatron_fsdp", {}, 1),
+        ],
         (2, "fsdp2", {}, 2),
-        (2, "fsdp2", {"tp_size": 2}, 4),
-        (2, "ddp", {"pp_size": 2}, 2),
-        (2, "megatron_fsdp", {}, 1),
-    ],
+    ),
 )
 def test_rope_that_looks_at_the_batch_gives_the_same_loss_in_every_layout(
     ranks: int, strategy: str, sizes: dict[str, int], microbatches: int, rope: str, packed: bool

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch import nn
 
 from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
-from meshwright.strategy.contract import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.testing import Case, pool
 from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import case_model
@@ -96,8 +97,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares"), LAYOUTS, ids=str)
-@pytest.mark.parametrize(("microbatches", "padded"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "config", "sizes", "shares"), mostly_slow(LAYOUTS, ("ddp", 2, {}, {}, 2)), ids=str
+)
+@pytest.mark.parametrize(("microbatches", "padded"), mostly_slow([(1, True), (2, False)], 2))
 def test_statistics_are_those_of_all_ranks(
     strategy: str,
     ranks: int,
@@ -124,6 +127,7 @@ PIPELINES: list[tuple[str, int, dict[str, Any], dict[str, int], int, dict[str, A
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares", "wrapper"), PIPELINES, ids=str)
 @pytest.mark.parametrize(("model_type", "padded"), [("mixtral", True), ("qwen3_moe", False)])
 def test_every_stage_of_a_pipeline_adds_its_routers(
@@ -145,8 +149,8 @@ def test_every_stage_of_a_pipeline_adds_its_routers(
     assert difference(found, expected).worst <= 1e-9
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "olmoe"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("model_type", mostly_slow(["mixtral", "qwen2_moe", "gpt_oss", "olmoe"]))
+@pytest.mark.parametrize("padded", mostly_slow([False, True]))
 def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: bool) -> None:
     case = Case(model_type=model_type, tied=None, steps=1)
     found = pool(1).run(_train, "single", {}, {}, case, padded, 1)[0]
@@ -199,11 +203,13 @@ def _refused(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [
-        ("given stages", "pipelines whose stages are given (patch_inner_model=false), do not add"),
-        ("another loss", "so its statistics over ranks are not known"),
-        ("another loss under cp", "so its statistics over ranks are not known"),
-    ],
+    mostly_slow(
+        [
+            ("given stages", "pipelines whose stages are given (patch_inner_model=false), do not add"),
+            ("another loss", "so its statistics over ranks are not known"),
+            ("another loss under cp", "so its statistics over ranks are not known"),
+        ]
+    ),
 )
 def test_what_cannot_be_added_is_refused_on_all_ranks(kind: str, text: str) -> None:
     found = pool(2).run(_refused, kind)

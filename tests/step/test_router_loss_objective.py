@@ -11,7 +11,8 @@ from support.objective_layouts import LAYOUTS, Layout, all_columns_of, packed, s
 from torch import nn
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
-from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.base.types import Batch
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import TOLERANCE, share
 from meshwright.testing.models import case_model
@@ -63,6 +64,7 @@ CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16, microbatches
 NAMES = ["single", "fsdp2", "cp", "ep", "pp", "pp-interleaved", "pp-cp", "megatron_fsdp", "tp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_router_loss_is_added_to_an_objective(name: str) -> None:
     layout, case, shares = LAYOUTS[name], CASE, LAYOUTS[name].data_ranks

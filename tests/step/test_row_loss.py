@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.tensor_only import prepare
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -25,14 +26,14 @@ from meshwright import (
     optimizer_factory,
     resolve,
 )
+from meshwright.base.types import Batch
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor.collectives import chunk_sizes
 from meshwright.step.forward_options import forward_options
 from meshwright.step.row_head import RowHead
 from meshwright.step.token_loss import target_loss_sum
 from meshwright.step.tokens import Tokens
-from meshwright.strategy.ask import model_layout
-from meshwright.strategy.contract import Batch
+from meshwright.strategy.registry import model_layout
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import global_batch
@@ -94,7 +95,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any], bo
 """Strategy, options, sizes, options of the pipeline, and whether the head is tied."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp"))
 def test_every_layout_trains_and_evaluates_by_rows_and_holds_logits_of_no_more(name: str) -> None:
     strategy, config, sizes, wrapper, tied = LAYOUTS[name]
     case = Case(tied=tied, microbatches=2, empty=3, eval_after=True, layers=4)
@@ -124,6 +125,7 @@ def _in_limit(config: Mapping[str, Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_a_large_vocabulary_trains_within_a_limit_of_memory_in_which_whole_logits_do_not() -> None:
     # What other tests have left behind in a process is not to be had again, or only in pieces.
@@ -138,6 +140,7 @@ def test_a_large_vocabulary_trains_within_a_limit_of_memory_in_which_whole_logit
 # -- what a model does behind its head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["soft_capped", "gpt2", "phi", "routed", "flipped"])
 def test_models_by_rows_and_those_that_need_whole_logits(model_type: str) -> None:
     """The first have a cap behind the head, tied weights, and a bias; what is the head of the next is not known."""
@@ -257,6 +260,7 @@ def test_a_model_that_changes_its_ways_is_refused() -> None:
     assert model(ids_BS).logits.shape == (1, 11, 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "given", "held"), [(2048, None, 512), (1024, None, 1024), (2048, 0, 2048)])
 def test_logits_are_held_for_a_chunk_where_they_are_large(rows: int, given: int | None, held: int) -> None:
     vocabulary = 2**14
@@ -277,6 +281,7 @@ def _with_one_row_of_positions(chunk: int) -> float:
     return float(manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh)))
 
 
+@pytest.mark.slow
 def test_positions_may_be_one_row_for_all_sequences() -> None:
     (found,), (whole,) = (pool(1).run(_with_one_row_of_positions, chunk) for chunk in (CHUNK, 0))
     assert found == pytest.approx(whole, rel=1e-12)
@@ -291,6 +296,7 @@ def _rounded(config: Mapping[str, Any], chunk: int, dtype: str, asks: bool) -> O
     return train("fsdp2", {**config, "loss_chunk_rows": chunk}, {}, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tolerance"),
     [
@@ -330,6 +336,7 @@ def _statistics(config: Mapping[str, Any], sizes: Mapping[str, Any], train: bool
     return dict(manager.last_sums), float(manager.clip_grad_norm(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}])
 def test_statistics_of_tokens_are_those_of_whole_logits(sizes: dict[str, int]) -> None:
     for train in (False, True):
@@ -380,6 +387,7 @@ ASKING: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKING)
 def test_several_asks_in_one_forward_train_as_whole_logits_do(name: str) -> None:
     strategy, config, sizes, wrapper = ASKING[name]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright import StrategyError
+from meshwright.base.types import TokenStatistic
 from meshwright.parallel.tensor.collectives import ShardedVocabulary, chunk_sizes
 from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
-from meshwright.step.token_statistics import STATISTICS, Statistic
 from meshwright.testing import pool
 from meshwright.testing.memory import measure_memory
 
 N, H, V = 23, 6, 19
-TRAINED: tuple[Statistic, ...] = ("log_probs", "logsumexp", "entropy", "mean_logit")
+STATISTICS: tuple[TokenStatistic, ...] = get_args(TokenStatistic)
+TRAINED: tuple[TokenStatistic, ...] = ("log_probs", "logsumexp", "entropy", "mean_logit")
 """Those with a gradient."""
 Make = Callable[[list[Tensor]], Rows]
 
@@ -79,7 +81,7 @@ def _columns(ids_N: Tensor, count: int, logits_NV: Tensor) -> Tensor:
     return ids_NK
 
 
-def _weighed(found: dict[str, Tensor], names: Sequence[Statistic] = TRAINED) -> Tensor:
+def _weighed(found: dict[str, Tensor], names: Sequence[TokenStatistic] = TRAINED) -> Tensor:
     """A sum in which each value of each statistic counts differently."""
     total = torch.zeros((), dtype=torch.float64)
     for power, name in enumerate(TRAINED):
@@ -136,7 +138,7 @@ def _shared_out(entries: int, ids_NK: Tensor) -> tuple[dict[str, Tensor], list[T
     return {name: each.detach() for name, each in found.items()}, list(gradients), list(of_loss)
 
 
-@pytest.mark.parametrize(("ranks", "entries"), [(2, V), (3, V), (3, 4)])
+@pytest.mark.parametrize(("ranks", "entries"), mostly_slow([(2, V), (3, V), (3, 4)]))
 def test_ranks_that_share_the_vocabulary_find_what_one_does(ranks: int, entries: int) -> None:
     """Of four entries, the third rank has none."""
     given, ids_N = _inputs(3, entries=entries)

@@ -9,11 +9,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from support.objective_layouts import LAYOUTS, Layout, case_of, everything, packed, trained
+from support.tiers import mostly_slow
 from torch import Tensor
 
 from meshwright import BatchError, MeshwrightError
+from meshwright.base.types import IGNORED_LABEL, Batch, TokenStatistic
 from meshwright.step.token_loss import targets
-from meshwright.strategy.contract import IGNORED_LABEL, Batch, TokenStatistic
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab
 
@@ -102,12 +103,13 @@ def _compare(
     return worst
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp"))
 def test_statistics_are_those_of_plain_transformers(name: str) -> None:
     """Whole sequences in the batch's order: masked, packed in two ways, padded, in microbatches of different sizes."""
     assert _compare(LAYOUTS[name], case_of(LAYOUTS[name])) <= WITHIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "ddp", "tp", "cp", "pp-interleaved"])
 def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
     layout = LAYOUTS[name]
@@ -119,6 +121,7 @@ def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
             torch.testing.assert_close(mine["entropy"], plain["entropy"], rtol=0, atol=WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "megatron_fsdp", "pp-interleaved"])
 def test_training_goes_on_bit_for_bit(name: str) -> None:
     layout = LAYOUTS[name]
@@ -153,7 +156,7 @@ def _refused(layout: Layout, case: Case) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "pp-interleaved"])
+@pytest.mark.parametrize("name", mostly_slow(["fsdp2", "pp-interleaved"]))
 def test_a_name_that_is_not_known_is_refused_on_all_ranks(name: str) -> None:
     layout = LAYOUTS[name]
     (text,) = set(pool(layout.ranks).run(_refused, layout, case_of(layout)))

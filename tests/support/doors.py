@@ -24,8 +24,8 @@ import meshwright as mw
 from meshwright.base.errors import ModelError
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.merged_model import merge_adapter
+from meshwright.optim.build import OptimizerConfig, optimizer_factory
 from meshwright.testing.zoo import zoo_model
-from meshwright.train.optim import OptimizerConfig, optimizer_factory
 from meshwright.train.run.run_rank import run_rank
 
 TIES = ("plain", "tied", "contradicting")

@@ -23,7 +23,7 @@ FLOORS = (
     ("mesh",),
     ("tensors",),
     ("model",),
-    ("strategy",),
+    ("strategy", "optim"),
     ("launch", "step", "objectives", "data", "checkpoint"),
     ("memory",),
     ("parallel", "profile", "train"),

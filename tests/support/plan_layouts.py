@@ -20,6 +20,8 @@ from meshwright.files.commands import uncollected
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.optim.build import optimizer_factory
+from meshwright.optim.config import OptimizerConfig
 from meshwright.plan import planned as planned_module
 from meshwright.plan import stages
 from meshwright.plan.allocator import LARGE_GRANULE
@@ -28,8 +30,6 @@ from meshwright.plan.device import find_device
 from meshwright.plan.planned import representatives, trace_rank
 from meshwright.plan.trace import Job, Trace, trace
 from meshwright.strategy.stack import resolve
-from meshwright.train.optim import optimizer_factory
-from meshwright.train.optimizer_config import OptimizerConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright import Batch, Objective, StrategyConfig, StrategySpec, hookimpl
+from meshwright.base.types import OptimizerFactory, TokenStatistic
 from meshwright.manager.gradients import Gradients
-from meshwright.strategy.contract import OptimizerFactory, TokenStatistic
 from meshwright.tensors.norms import Groups, scale_to_norm, total_grad_norm
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import BatchError, DataParallelManager, StrategyConfig, StrategySpec, hookimpl
+from meshwright.base.types import Batch
 from meshwright.step.axis import Axis
-from meshwright.strategy.contract import Batch
 
 
 class Joined(torch.autograd.Function):

@@ -15,7 +15,7 @@ from support.commands import LAUNCHER_VARIABLES
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import steps_in
-from meshwright.strategy.contract import StepResult
+from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool

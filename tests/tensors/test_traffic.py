@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
+from meshwright.optim.build import optimizer_factory
 from meshwright.parallel.expert import find_experts
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
-from meshwright.train.optim import optimizer_factory
 from meshwright.train.run.run_file import OptimizerConfig
 
 SLOW = pytest.mark.slow

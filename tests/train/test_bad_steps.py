@@ -21,10 +21,11 @@ from support.stacks import STACKS
 from torch import Tensor
 
 from meshwright import BadStepConfig, Checkpointer, ConfigError, Loop, StepResult, TrainingError, fit, load_checkpoint
+from meshwright.base.types import Batch
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.events.run import BadStep
 from meshwright.step.agreement import count_tokens
-from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool

@@ -31,11 +31,12 @@ from meshwright import (
     fit,
     load_checkpoint,
 )
+from meshwright.base.types import Batch
 from meshwright.checkpoint.directory import best_of
 from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.checkpoint.values import decoded, plain
 from meshwright.events.step import MEASURED
-from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights
 from meshwright.train.loop.agreed import told_of

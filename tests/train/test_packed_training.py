@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meshwright import count_tokens
+from meshwright.base.types import Batch
 from meshwright.data import Documents, Feed, Place, make_rows
-from meshwright.strategy.contract import Batch
 from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE
 from meshwright.testing.models import case_vocab

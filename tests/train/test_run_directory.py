@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST, step_directory
 from meshwright.data import DataOrder, lay_out
-from meshwright.strategy.contract import StepResult
-from meshwright.train.decay import decay_groups
+from meshwright.events.step import StepResult
+from meshwright.optim.groups import decay_groups
+from meshwright.optim.schedules import build_scheduler, set_schedule
 from meshwright.train.run.fate import check_restarts
 from meshwright.train.run.preflight import data_and_model_config
 from meshwright.train.run.report import as_record, read_metrics
 from meshwright.train.run.run_directory import RunDirectory
 from meshwright.train.run.run_file import RunConfig, ScheduleConfig, load_run
-from meshwright.train.schedules import build_scheduler, set_schedule
 
 
 @pytest.fixture(scope="module")

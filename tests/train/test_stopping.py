@@ -27,7 +27,9 @@ from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fi
 from meshwright.base.stopping import SAME_S
 from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.data.encoding.worker import Worker
-from meshwright.strategy.contract import StepResult, StrategyManager
+from meshwright.events.step import StepResult
+from meshwright.optim.schedules import build_scheduler
+from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
@@ -35,7 +37,6 @@ from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
 from meshwright.train.run.checkpoint_section import CheckpointConfig
 from meshwright.train.run.run_file import ScheduleConfig
-from meshwright.train.schedules import build_scheduler
 
 STEPS = 60
 LAYOUT: dict[str, Any] = {

@@ -26,6 +26,7 @@ from meshwright import (
 )
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.events.step import MEASURED
+from meshwright.optim.schedules import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
@@ -35,7 +36,6 @@ from meshwright.train.loop.step import train_step
 from meshwright.train.run.curve import draw_loss_curve
 from meshwright.train.run.report import Reporter
 from meshwright.train.run.run_file import ScheduleConfig
-from meshwright.train.schedules import build_scheduler
 
 STEPS = 6
 

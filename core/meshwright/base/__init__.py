@@ -1,1 +1,1 @@
-"""Errors, checks of plain values and the version: what every other room may use, and which uses none."""
+"""Errors, types, checks of plain values and the version, used by every other room."""

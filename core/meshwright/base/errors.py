@@ -1,24 +1,6 @@
 """The exceptions that meshwright raises on purpose.
 
-    MeshwrightError
-      ConfigError             a run file, an option or a strategy config holds a bad value
-      MeshError               sizes, axes and world do not fit together
-        ReplicateSizeError    dp_replicate_size is given to a strategy that does not take it
-      StrategyError           a strategy cannot be used
-        UnknownStrategyError  no strategy of that name is installed
-      ModelError              the model cannot be built, loaded or parallelized
-        MissingPlanError      it has no tensor-parallel plan of its own
-      DataError               corpus, tokenizer or split cannot be used
-      BatchError              the microbatches of a step are malformed or differ in number between ranks
-      TrainingError           training cannot go on
-        NotFiniteError        a loss or gradient is not finite
-      CheckpointError         a checkpoint cannot be read, or is not of this model or run
-        TornCheckpointError   it has lost or changed something since it was written
-        CheckpointWriteError  it cannot be written
-      RankError               a worker process failed, or the rendezvous store cannot be reached
-
-Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
-command line returns: 2 for input that the user can correct, 1 for a failure while running. Each class has a section in
+Every message says what is wrong, the value, what is allowed, and how to fix it. Each class has a section in
 docs/troubleshooting.md.
 """
 
@@ -64,7 +46,7 @@ class ModelError(MeshwrightError):
 
 
 class MissingPlanError(ModelError, AssertionError):
-    """A model has no tensor-parallel plan of its own; an AssertionError too, which the reference raises."""
+    """A model has no tensor-parallel plan of its own; also an AssertionError, which the reference raises."""
 
 
 class DataError(MeshwrightError):
@@ -82,7 +64,7 @@ class TrainingError(MeshwrightError):
 
 
 class NotFiniteError(TrainingError):
-    """What a step is to be made of is not finite."""
+    """A loss or gradient is not finite."""
 
 
 class CheckpointError(MeshwrightError):
@@ -106,7 +88,7 @@ class RankError(MeshwrightError):
 
 
 def printable(text: str) -> str:
-    """Text with characters escaped that steer a terminal, or are half of one; line ends and tabs stay."""
+    """Escape characters that steer a terminal, and halves of characters; line ends and tabs stay."""
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 

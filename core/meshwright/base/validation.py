@@ -1,9 +1,8 @@
-"""Frozen values that a user writes, and what is wrong with one as a ConfigError that names key, value and rule.
+"""Frozen configs, and errors of them as a ConfigError that names key, value and rule.
 
-[Note: equal configs] A config means what its values say, never which of them were written: an option that is left out
-acts as one that is written as its default. Two configs are equal if their data are, and a config read from its own data
-(`to_dict`, `model_dump_json`) equals it. The data of an object, such as a policy or a function, is the mapping or the
-import path by which a file names it.
+[Note: equal configs] A config means what its values say: an option that is left out acts as one that is written as its
+default. Two configs are equal if their data are, and a config read from its own data (`to_dict`, `model_dump_json`)
+equals it. The data of an object, such as a policy or a function, is the mapping or the import path that names it.
 """
 
 from __future__ import annotations
@@ -48,11 +47,8 @@ else:
 
 
 class FrozenModel(_ByPosition):
-    """A frozen pydantic model that refuses unknown fields and values of another type: nothing a user writes is dropped,
-    and neither `true` nor "1" is a number. See [Note: equal configs].
-
-    Attributes:
-        positional: names of the fields that the constructor takes by position, in order.
+    """A frozen pydantic model that refuses unknown fields and values of another type; neither `true` nor "1" is a
+    number. See [Note: equal configs]. `positional` names the fields that the constructor takes by position, in order.
     """
 
     positional: ClassVar[tuple[str, ...]] = ()
@@ -77,15 +73,11 @@ class FrozenModel(_ByPosition):
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """The values by name, objects kept as they are; not copied in depth."""
+        """Return the values by name, objects as they are; not copied in depth."""
         return dict(self)
 
     def model_dump_json(self, **options: Any) -> str:
-        """See pydantic.
-
-        Raises:
-            ConfigError: an option holds an object that a file cannot name, such as a lambda.
-        """
+        """See pydantic; ConfigError if an option holds an object that a file cannot name, such as a lambda."""
         self._check_is_data()
         return super().model_dump_json(**options)
 
@@ -121,15 +113,13 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str) -> ModelT:
-    """Build `model_cls` from `values`.
+    """Build `model_cls`, any pydantic model, from a mapping.
 
     Args:
-        model_cls: any pydantic model.
-        values: the user's mapping.
-        where: how to name the source in errors, for instance "run.yaml" or "strategy_config of 'fsdp2'".
+        where: names the source in errors, for instance "run.yaml" or "strategy_config of 'fsdp2'".
 
     Raises:
-        ConfigError: one line for each finding, with the nearest known key where a key is unknown.
+        ConfigError: one line for each finding, with the nearest known key if a key is unknown.
     """
     try:
         return model_cls.model_validate(dict(values))
@@ -147,15 +137,12 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
 
 
 def as_config(config_cls: type[ModelT], given: Any, *, where: str) -> ModelT:
-    """A config as a user gives it, as an object of its class.
+    """Return a config as an object of its class; ConfigError if it is none, or an option is not valid.
 
     Args:
-        config_cls: the class.
-        given: an object of it, or of another class whose values it takes; a mapping of options; None: the defaults.
-        where: how to name it in errors.
-
-    Raises:
-        ConfigError: it is none of these, or an option is not valid.
+        given: an object of the class, or of another class whose values it takes; a mapping of options; None: the
+            defaults.
+        where: names it in errors.
     """
     if given is None or isinstance(given, Mapping):
         return validated(config_cls, given or {}, where=where)
@@ -171,7 +158,7 @@ def as_config(config_cls: type[ModelT], given: Any, *, where: str) -> ModelT:
 
 
 def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a constructor by the names of fields; a TypeError as Python has it for functions."""
+    """Name arguments by position; a TypeError as Python has it for functions."""
     names = cls.positional
     if len(arguments) > len(names):
         listed = f": {', '.join(names)}" if names else ""
@@ -184,10 +171,10 @@ def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[s
 
 
 def as_data(value: Any) -> Any:
-    """A value of a config as a file would hold it; as it is where a file cannot.
+    """Return a value of a config as a file would hold it; unchanged if a file cannot.
 
     A dtype by its name, a class or function by its import path, and a dataclass as the mapping of its fields, whose
-    `_target_` is its class; without those that are None, of which another version of the class may have others.
+    `_target_` is its class; without fields that are None, of which another version of the class may have others.
     """
     if isinstance(value, Mapping):
         return {key: as_data(each) for key, each in value.items()}
@@ -203,7 +190,7 @@ def as_data(value: Any) -> Any:
 
 
 def _import_path(value: Any) -> Any:
-    """Module and name of a class or function, the shortest that leads to it; the object itself where none does."""
+    """Return the shortest import path of a class or function; the object itself if there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return value
@@ -221,7 +208,7 @@ _OF_PLAIN_VALUES = frozenset({"bool_type", "literal_error", "string_type", "int_
 
 
 def _is_of_another_kind(finding: Any, found: Sequence[Any]) -> bool:
-    """Whether a finding only says that a mapping is no plain value, where the key also takes mappings."""
+    """Return whether a finding only says that a mapping is no plain value, where the key also takes mappings."""
     if finding["type"] not in _OF_PLAIN_VALUES or not isinstance(finding["input"], dict):
         return False
     depth = len(finding["loc"])
@@ -230,7 +217,7 @@ def _is_of_another_kind(finding: Any, found: Sequence[Any]) -> bool:
 
 
 def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
-    """The key that a finding of pydantic is about, and what is wrong with it."""
+    """Return the key that a finding of pydantic is about, and what is wrong with it."""
     keys, holder = _follow(model_cls, finding["loc"])
     path = ".".join(keys) or "as a whole"
     if finding["type"] == "extra_forbidden":
@@ -244,10 +231,8 @@ def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
 
 
 def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The user's keys in pydantic's location, which also names alternatives of unions; and the model of the last key.
-
-    The model is None where the last key belongs to a plain mapping or list.
-    """
+    """Return the user's keys in pydantic's location, which also names alternatives of unions, and the model of the last
+    key; None if that belongs to a plain mapping or list."""
     keys: list[str] = []
     holder: type[BaseModel] | None = model_cls
     inside: list[type[BaseModel]] = [model_cls]
@@ -275,12 +260,11 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
 
 
 def _fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a model, by the keys that the user writes."""
+    """Return the fields of a model, by the keys that the user writes."""
     return {field.alias or name: field for name, field in model_cls.model_fields.items()}
 
 
 def _literals(annotation: Any) -> list[Any]:
-    """The values that a Literal allows, alone or in a union."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [value for each in get_args(annotation) for value in _literals(each)]

@@ -25,8 +25,7 @@ from ..files.commands import told
 from ..files.terminal import escape_messages, say
 from ..files.versions import check_torch
 from ..launch.rank import leave
-from ..strategy.plugins import ENTRY_POINT_GROUP
-from ..strategy.registry import Failure, Registry, get_registry
+from ..strategy.registry import ENTRY_POINT_GROUP, Failure, Registry, get_registry
 
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
 OWN = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..strategy.contract import IGNORED_LABEL
+from ..base.types import IGNORED_LABEL
 from .config import Packing
 from .documents import Documents
 from .encoding.examples import Counts

@@ -1,75 +1,205 @@
-"""The part that all strategies share in which each rank runs the whole model on its own microbatches.
+"""The base of strategies in which each rank runs the whole model on its own microbatches.
 
-A strategy subclasses `DataParallelManager` and says in `shard` how the model is laid out, and in `sync_gradients` how
-the reduction waits for the last microbatch. `single` shows the smallest one.
+A strategy subclasses `DataParallelManager` and replaces hooks: `shard` says how the model is laid out, `sync_gradients`
+how the reduction waits for the last microbatch. `single` is the smallest one. One thing, since it is one class.
 """
 
 from __future__ import annotations
 
-import functools
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..base.errors import StrategyError
+from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
-from ..model.budget import BudgetedBlocks, choose, without_choice
-from ..model.knapsack import ONE_STAGE
-from ..model.layout import ModelLayout, in_order
+from ..model.layout import ModelLayout
 from ..model.merge import merging_of
-from ..model.offload import OffloadedBlocks
 from ..model.ties import note_ties
 from ..model.weights import Weights, fill, materialize
-from ..step.agreement import agree, announce
-from ..step.batch import Terms
-from ..step.forward_options import forward_options, forward_takes
-from ..step.message import frozen_share
-from ..step.objective import Given, Tally, without_columns
-from ..step.recorder import Recorder
-from ..step.rope_length import RopeLength
-from ..step.router_loss import RouterLoss
-from ..step.row_head import RowHead
-from ..strategy.ask import model_layout
-from ..strategy.contract import Batch, Objective, TokenStatistic
+from ..optim.groups import Trained, for_model, what_is_trained
+from ..optim.trial import call_factory, check_optimizer
+from ..step.axis import Axis
+from ..strategy.contract import StrategyManager
+from ..strategy.registry import model_layout
+from ..tensors import state as states
+from ..tensors.averages import Averages
 from ..tensors.norms import check_clip
-from .call_order import check_new, check_nothing_pending, take
-from .duties import Duties
-from .ending import Ending, Findings
+from ..tensors.pieces import Sharded
+from ..tensors.state import DTENSORS, OptimizerState, Parts, ShardedState, TensorKind
+from .ending import Findings
 from .forward import Forward
 from .freezing import TrainableParameters
 from .gradients import Gradients
-from .row_loss import RowLoss
-from .start import asks_for_router_loss, check_reduce_dtype, check_trainable, equal_weights, share_random_state
-from .steps import Steps
+from .runner import StepRunner
+from .start import (
+    check_new,
+    check_reduce_dtype,
+    check_trainable,
+    equal_weights,
+    require_model,
+    require_optimizer,
+    share_random_state,
+    take,
+)
+
+if TYPE_CHECKING:
+    from ..model.budget import BudgetedBlocks
+    from ..model.offload import OffloadedBlocks
 
 
-class DataParallelManager(Duties):
-    """Forward, backward and clipping for strategies with one model part on every rank; see also `Duties`.
+class DataParallelManager(StrategyManager):
+    """Trains one model, or one stage of a pipeline, of which every rank runs all layers.
+
+    A subclass implements `shard` and may replace the other hooks, which come first below. One thing, since a strategy
+    may replace any method, and finds all of them here.
 
     Attributes:
-        module: what `parallelize` returned, which is called; a wrapper around `model`, or `model` itself.
-        layout: the model's structure as it was before sharding.
-        gradients: of what is trained; there after `parallelize`.
+        model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
+        module: what `parallelize` returned: `model`, or a wrapper around it.
+        layout: the structure of the model before sharding.
+        axes: axes along which ranks share microbatches or the model, besides data parallelism; `shard` appends them in
+            the order in which they divide a microbatch.
+        parts: how parameters and optimizer state are divided over ranks; set it if they are not DTensors.
+        activations: what `checkpoint_blocks` returned.
+        in_pipeline: the model is one stage of a pipeline; see `parallelize_stage`.
+        parameter_names: name of each parameter that the optimizer trains; set by `build_optimizer`.
     """
 
+    model: nn.Module
     module: nn.Module
     layout: ModelLayout
-    gradients: Gradients
-    in_pipeline: bool = False
-    """Whether the model is one stage of a pipeline; see `parallelize_stage`."""
+    axes: list[Axis]
+    parts: Parts = DTENSORS
     activations: BudgetedBlocks | OffloadedBlocks | None = None
-    """What `checkpoint_blocks` has returned: blocks that hold what a budget allows, or in host memory."""
+    in_pipeline: bool = False
+    forward: Forward
+    gradients: Gradients
+    may_train: TrainableParameters
+    parameter_names: Mapping[nn.Parameter, str]
+    averages: Averages | None = None
+    shards_on_meta: ClassVar[bool] = False
+    """Whether `shard` takes a model on the meta device, which gets memory and values afterwards."""
+    runs_in_pipeline: ClassVar[bool] = False
+    """Whether the strategy supports `in_pipeline`."""
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
-        super().__init__(config, mesh)
-        self._gradients_are_checked = False
-        self._steps, self._recorder = Steps(mesh, self.trainable), Recorder()
+        self.config, self.mesh, self.axes = config, mesh, []
+        self._optimizer: Optimizer | None = None
+        self._parallelized = self._gradients_are_checked = False
+        self._runner = StepRunner(self)
 
-    # -- the contract
+    # -- hooks: the model
+
+    @abstractmethod
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Lay `model` out over the mesh, gradients reduced by SUM, and return the module to call."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model before anything is changed, with the same ModelError on all ranks; a pipeline calls it once
+        for the model of all stages."""
+
+    @property
+    def parameters_on(self) -> torch.device:
+        """Device of the parameters after `shard`."""
+        return self.mesh.device
+
+    def named_trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What the optimizer trains, by name, as `parts` knows it."""
+        return list(self.may_train.named())
+
+    def trainable(self) -> Iterator[nn.Parameter]:
+        """The parameters that may train, each once, as they are after sharding; see [Note: frozen later]."""
+        return (parameter for _, parameter in self.may_train.named())
+
+    # -- hooks: steps
+
+    def check_batches(self, microbatches: Sequence[Batch]) -> None:
+        """Refuse microbatches of this rank with a BatchError, which all ranks raise; no collective."""
+        self.forward.check_division(microbatches)
+
+    def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Context of all forwards and backwards of a step or evaluation."""
+        return nullcontext()
+
+    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Context of forward and backward of one microbatch; defers the reduction unless `is_last`."""
+        return nullcontext()
+
+    def after_backward(self, *, is_last: bool) -> None:
+        """Called after each microbatch's backward, and after each part of one that a pipeline runs by itself."""
+
+    def check_gradients(self) -> Findings | None:
+        """Called after the last microbatch, when gradients are reduced; return what this rank has found, if it can find
+        anything."""
+        return None
+
+    def after_eval(self) -> None:
+        """Called after forwards that no backward follows."""
+
+    @property
+    def sums_dtype(self) -> str | None:
+        """Dtype in which gradients are summed; None: their own."""
+        return getattr(self.config, "reduce_dtype", None)
+
+    def make_gradients(self) -> Gradients:
+        """Return the gradients that are clipped."""
+        # Sums that do not depend on the layout need a clip factor that does not, either.
+        return Gradients(self.trainable, self.parts, self.mesh, wide=self.sums_dtype is not None)
+
+    # -- hooks: in a pipeline
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced in the last backward of a step only."""
+        return True
+
+    @property
+    def reduces_later(self) -> bool:
+        """Whether the last backward would wait for its reduction, and may run like the others, with `reduce_gradients`
+        called once its result is on its way to the stage before."""
+        return False
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients of which all backwards ran with `is_last=False`. Collective."""
+
+    def without_weights(self) -> AbstractContextManager[None]:
+        """Context of a backward that leaves out gradients of weights, which follow later."""
+        return self.sync_gradients(is_last=False)
+
+    def after_weights(self) -> None:
+        """Called after each deferred weight-gradient pass except the last, which is followed by the reduction."""
+        self.after_backward(is_last=False)
+
+    # -- hooks: state
+
+    def optimizer_state(self, *, full: bool) -> dict[str, Any]:
+        """Return the optimizer's part of `state_dict`."""
+        names = self.parameter_names
+        return states.optimizer_state(self.optimizer, names, self.mesh.world, full=full, parts=self.parts)
+
+    def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
+        """Load the optimizer's part of `state_dict`."""
+        names = self.parameter_names
+        states.load_optimizer_state(self.optimizer, names, state, self.mesh.world, full=full, parts=self.parts)
+
+    def after_loading(self) -> None:
+        """Called when parameters and optimizer state have been written in place."""
+
+    # -- the model
+
+    @property
+    def model_parts(self) -> Sequence[nn.Module]:
+        self._require_model()
+        return [self.model]
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if not self.in_pipeline:
@@ -81,38 +211,33 @@ class DataParallelManager(Duties):
             self.merging = merging_of(model)
         check_reduce_dtype(model, self.sums_dtype)
         self.layout = model_layout(model)
-        config = getattr(model, "config", None)
-        # A pipeline adds it over its stages.
-        router_loss = RouterLoss(config) if asks_for_router_loss(model) and not self.in_pipeline else None
-        self._taken = forward_takes(model)
-        options = {in_parts: forward_options(model, in_parts=in_parts) for in_parts in (False, True)}
-        # Sharding changes the class. Innermost of what is put around, so before anything is sharded.
-        rope_length = RopeLength(model)
-        name, head = type(model).__name__, RowHead(model, self.layout.head) if self.layout.head else None
+        forward = Forward(
+            model,
+            self.layout.head,
+            self.mesh,
+            self.axes,
+            chunk_rows=getattr(self.config, "loss_chunk_rows", None),
+            in_pipeline=self.in_pipeline,
+            after_trial=self.after_eval,
+        )
         self.model = model
         self.module = self._sharded(model, equal_weights(model, weights, self.mesh))
         self.may_train = TrainableParameters(model)
         self.gradients = self.make_gradients()
-        self.forward = Forward(
-            self.module,
-            self.mesh,
-            self.axes,
-            options=options[self.in_pipeline or any(axis.divides_sequences for axis in self.axes)],
-            row_loss=RowLoss(
-                head,
-                getattr(self.config, "loss_chunk_rows", None),
-                is_divided=any(axis.divides_vocabulary for axis in self.axes),
-                model=name,
-                vocab_size=getattr(config, "vocab_size", None),
-            ),
-            router_loss=router_loss,
-            vocab_size=getattr(config, "vocab_size", None),
-            rope_length=rope_length,
-            after_trial=self.after_eval,
-        )
+        forward.attach(self.module)
+        self.forward = forward
         self._parallelized = True
         take(model.modules())
         return self.module
+
+    def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
+        """Parallelize a model that is one stage of a pipeline.
+
+        The pipeline then calls the other methods by itself: many forwards may come before their backwards,
+        `sync_gradients` surrounds backwards alone, and the stage may have no trainable parameter.
+        """
+        self.in_pipeline = True
+        return self.parallelize(model, weights)
 
     def _sharded(self, model: nn.Module, weights: Weights | None) -> nn.Module:
         if weights is not None:
@@ -128,142 +253,67 @@ class DataParallelManager(Duties):
             self.after_loading()
         return module
 
-    def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        """`parallelize` for a model that is one stage of a pipeline.
+    @contextmanager
+    def unshard(self) -> Iterator[Sequence[nn.Module]]:
+        self._require_model()
+        with ExitStack() as whole:
+            for axis in self.axes:
+                whole.enter_context(axis.whole())
+            yield [self.model]
 
-        The pipeline then calls the methods below by itself: many forwards may come before their backwards,
-        `sync_gradients` surrounds backwards alone, and the stage may have no parameter that trains.
-        """
-        self.in_pipeline = True
-        return self.parallelize(model, weights)
+    def _require_model(self) -> None:
+        require_model(self.model if self._parallelized else None)
+
+    # -- steps
+
+    @property
+    def _running(self) -> StepRunner:
+        self._require_model()
+        return self._runner
 
     def forward_backward(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        self.settle()
-        given = self._given(objective)
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
-        microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
-        check_nothing_pending(self.trainable())
-        if not self.module.training:
-            self.module.train()
-        losses = []
-        with self.in_step(without_columns(given, microbatches), agreed.longest):
-            tally = self._tally(given, microbatches)
-            self._choose_activations(without_columns(given, microbatches))
-            for index, batch in enumerate(microbatches):
-                is_last = index == len(microbatches) - 1
-                with self.sync_gradients(is_last=is_last):
-                    loss = self._loss(batch, num_tokens, len(microbatches), tally)
-                    loss.backward()
-                self.after_backward(is_last=is_last)
-                losses.append(loss.detach())
-        findings = self.finish_gradients()
-        self.drop_frozen()
-        return self._summed(losses, tally, self._steps.trained([findings], None, tally))
-
-    @contextmanager
-    def in_step(self, microbatches: Sequence[Batch], longest: int) -> Iterator[None]:
-        """Around all forwards and backwards of a step or evaluation, whose longest row has so many tokens."""
-        with self.may_train.unfrozen(), self.forward.around_step(longest), self.around_step(microbatches):
-            yield
+        return self._running.forward_backward(microbatches, num_tokens, objective)
 
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        given = self._given(objective)
-        losses, tally = self._evaluated(microbatches, num_tokens, given)
-        return self._summed(losses, tally, self._steps.evaluated(tally))
+        return self._running.eval_loss(microbatches, num_tokens, objective)
 
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
-        self._recorder.begin(names)
-        self._require_model()
-        given = self._steps.noting(self._recorder, self._taken)
-        self._evaluated(microbatches, None, given)
-        return self._recorder.found
+        return self._running.token_stats(microbatches, names)
 
-    def _evaluated(
-        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
-    ) -> tuple[list[Tensor], Tally | None]:
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
-        microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            with self.in_step(without_columns(given, microbatches), agreed.longest), torch.no_grad():
-                tally = self._tally(given, microbatches)
-                losses = [self._loss(batch, num_tokens, len(microbatches), tally) for batch in microbatches]
-        finally:
-            self.module.train(was_training)
-            self.after_eval()
-        return losses, tally
+    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
+        return self._running.announce(microbatches, objective)
 
-    def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
-        """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective."""
-        alike = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
-        further = None if tally is None else tally.sums / self.forward.sharers
-        over = self.mesh.group("dp_cp")
-        total = ending.add_up(losses, losses[0].device, further=further, over=over, alike=alike)
-        for axis in self.axes:
-            axis.add_losses(total)
-        return self._steps.loss(total, tally, ending).to(losses[0].dtype)
+    @property
+    def last_sums(self) -> Mapping[str, Tensor]:
+        return self._runner.steps.last_sums
 
-    def _given(self, objective: Objective | None) -> Given | None:
-        self._require_model()
-        return self._steps.given(objective, self._taken)
+    def read(self, *values: Tensor) -> list[float]:
+        return self._runner.steps.read(*values)
 
-    def _tally(self, given: Given | None, microbatches: Sequence[Batch]) -> Tally | None:
-        """Before the first forward: what is to be found out of the model, and of an objective."""
-        takes_loss = given is None or given.on == "tokens"
-        self.forward.try_out(without_columns(given, microbatches), takes_loss=takes_loss)
-        return self._steps.tally(given, functools.partial(self.forward.try_objective, microbatches[0]))
-
-    def _terms(self, given: Given | None) -> Terms:
-        frozen = frozen_share(self.mesh, ((name, 0, 1) for name in self.may_train.frozen()))
-        return replace(self.forward.terms(self.check_step, given), frozen=frozen)
+    @contextmanager
+    def in_step(self, microbatches: Sequence[Batch], longest: int) -> Iterator[None]:
+        """Context of all forwards and backwards of a step or evaluation whose longest row has `longest` tokens."""
+        with self.may_train.unfrozen(), self.forward.around_step(longest), self.around_step(microbatches):
+            yield
 
     def check_step(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse a step that this rank cannot run; no collective.
+        """Refuse a step that this rank cannot run; no collective. See `check_batches`.
 
         Raises:
-            StrategyError: see `TrainableParameters.check_unfrozen`; as it is told on all ranks.
-            BatchError: see `check_batches`.
+            StrategyError: see `TrainableParameters.check_unfrozen`.
         """
         self.may_train.check_unfrozen()
         self.check_batches(microbatches)
 
-    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        return announce(microbatches, self.mesh, self._terms(self._given(objective)))
-
-    @property
-    def last_sums(self) -> Mapping[str, Tensor]:
-        return self._steps.last_sums
-
-    def read(self, *values: Tensor) -> list[float]:
-        return self._steps.read(*values)
-
-    def settle(self) -> None:
-        self._steps.settle()
-
-    def _choose_activations(self, microbatches: Sequence[Batch]) -> None:
-        """Where there is a budget: choose what blocks hold. Collective, once."""
-        largest, world = max(microbatches, key=lambda batch: batch["input_ids"].numel()), self.mesh.world
-        for blocks in without_choice([self.activations]):
-            choose([blocks], [lambda: self.forward.rehearse(largest)], [world], ONE_STAGE, world)
-
-    def _loss(self, batch: Batch, num_tokens: Tensor, microbatches: int, tally: Tally | None) -> Tensor:
-        self.mesh.world.progress.move()
-        divided = self.forward.divide(batch, None if tally is None else tally.given)
-        return self.forward.share_of_loss(divided, num_tokens, microbatches=microbatches, tally=tally)
-
     def finish_gradients(self) -> Findings:
-        """After the last backward of a step: all that is left before the gradients are whole. Collective.
-
-        Returns:
-            What is to be told to all ranks.
+        """Complete the gradients after the last backward of a step. Collective.
 
         Raises:
-            StrategyError: on all ranks; the gradients of the first step are not what they should be.
+            StrategyError: the gradients of the first step are wrong; on all ranks.
         """
         for axis in self.axes:
             axis.add_gradients(self.trainable())
@@ -273,7 +323,7 @@ class DataParallelManager(Duties):
         return findings
 
     def check_axes(self) -> None:
-        """Refuse, in the first step, how an axis divides the model, if the reduced gradients show it. Collective, once.
+        """Check, in the first step, that the reduced gradients fit how axes divide the model. Collective, once.
 
         Raises:
             StrategyError: on all ranks.
@@ -285,10 +335,7 @@ class DataParallelManager(Duties):
 
     def gradient_norms(self) -> dict[str, float]:
         self._require_model()
-        parts = {parameter: self.layout.part_of(name) for name, parameter in self.named_trainable()}
-        names = in_order(parts.values())
-        norms = self.gradients.squares(parts, names).sqrt()
-        return dict(zip(names, norms.tolist(), strict=True))
+        return self.gradients.norms_by_part(self.layout, self.named_trainable())
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)
@@ -296,3 +343,114 @@ class DataParallelManager(Duties):
         if max_norm is not None:
             self.gradients.scale(norm, max_norm)
         return norm
+
+    # -- the optimizer
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        """Make the optimizer and check that it steps what it gets as it would step whole parameters. Collective.
+
+        Raises:
+            StrategyError: it does not; on all ranks.
+            ConfigError: the factory of a run file refuses its config; on all ranks.
+        """
+        self._require_model()
+        named, trained = self.named_trainable(), self.what_is_trained()
+        self.parameter_names = {parameter: name for name, parameter in named}
+        optimizer = self.mesh.world.together(lambda: call_factory(for_model(factory, trained), named))
+        check_optimizer(optimizer, self.parts, self.mesh.world)
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self._runner.steps.settle())
+        optimizer.register_step_pre_hook(lambda *_: self.drop_frozen())
+        return optimizer
+
+    def what_is_trained(self) -> dict[str, Trained]:
+        """Describe the unsharded parameters that the optimizer trains, by name."""
+        named = self.named_trainable()
+        return what_is_trained(self.model, self.layout, named, lambda each: self.parts.shape(each, each))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return require_optimizer(self._optimizer)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether `build_optimizer` has been called."""
+        return self._optimizer is not None
+
+    def drop_frozen(self) -> None:
+        """Drop the gradients of parameters that are frozen now; see [Note: frozen later]."""
+        frozen = self.may_train.frozen()
+        for name, trained in self.named_trainable() if frozen else ():
+            if name in frozen:
+                trained.grad = None
+
+    def optimizer_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def drop_gradients(self) -> None:
+        self._runner.steps.settle()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def keep_averages(self) -> Sequence[Averages]:
+        """Begin moving averages of the weights; see `meshwright.train.loop.ema.Averaging`.
+
+        Raises:
+            StrategyError: there is no optimizer, or there are averages already.
+        """
+        require_optimizer(self._optimizer)
+        if self.averages is not None:
+            raise StrategyError("this manager keeps an average of its weights already. Use that one.")
+        self.averages = Averages(self.parameter_names, self.parts)
+        return [self.averages]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the averages in place of the weights. Collective. StrategyError if none are kept."""
+        if self.averages is None:
+            raise StrategyError("this manager keeps no average of its weights. Make one first (mw.EMA).")
+        with self.loading(None):
+            exchanged = self.averages.exchange()
+        try:
+            yield
+        finally:
+            with self.loading(None):
+                exchanged.undo()
+
+    # -- state
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        self._require_model()
+        state: dict[str, Any] = {"model": states.model_state(self.model, self.mesh.world, full=full, parts=self.parts)}
+        if self._optimizer is not None:
+            state["optimizer"] = self.optimizer_state(full=full)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
+        self._require_model()
+        states.load_model_state(self.model, state["model"], self.mesh.world, full=full, parts=self.parts)
+        if self._optimizer is not None:
+            self.load_optimizer_state(state.get("optimizer", {}), full=full)
+
+    def sharded_state(self) -> ShardedState:
+        optimizer = self._optimizer and states.sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
+        return replace(self._sharded_weights(), optimizer=optimizer)
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        self._require_model()
+        return {name: states.sharded(value, value, self.parts) for name, value in self.model.named_parameters()}
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        state = self._sharded_weights()
+        if optimizer is None:
+            yield state
+        else:
+            with states.loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
+                yield replace(state, optimizer=target)
+        self.after_loading()
+
+    def _sharded_weights(self) -> ShardedState:
+        self._require_model()
+        averages = self.averages.sharded() if self.averages is not None else {}
+        return ShardedState(states.sharded_model(self.model, self.parts), averages=averages)

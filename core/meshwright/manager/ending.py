@@ -1,9 +1,8 @@
-"""What ranks tell each other when the gradients of a step are there: the loss, what was used, and what is wrong.
+"""What ranks tell each other at the end of a step: the loss, which parameters were used, and what is wrong.
 
-[Note: one wait] All of it is summed over ranks on the device, in one all-reduce, and stays there: the host reads it
-once, together with whatever else it wants to know of the step (`StrategyManager.read`), or, if nobody has asked before,
-when the optimizer steps. Until then a parameter that no rank has used has a gradient of zeros, which adds nothing to a
-norm. Where a rank has used all of its parameters, and nothing can be wrong, it need not look.
+[Note: one wait] One all-reduce sums all of it on the device. The host reads the result once, together with what else it
+wants to know of the step (`StrategyManager.read`), or when the optimizer steps; not at all if this rank has used all of
+its parameters and nothing can be wrong. Until then a parameter that no rank has used has a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from ..mesh.world import World
 
 @dataclass(frozen=True)
 class Findings:
-    """What one rank has seen in the gradients of a step.
+    """What one rank has found in the gradients of a step.
 
     Attributes:
-        trained: what the optimizer trains here of each parameter: one tensor, several copies, or none; as many
-            parameters, in the same order, on all ranks that sum what they have found.
+        trained: for each parameter, what the optimizer trains of it here: one tensor, several copies, or none. The same
+            parameters in the same order on all ranks that sum their findings.
         used: whether this rank has used each parameter in the step.
-        is_wrong: whether this rank has found something wrong; a scalar on the device where the host need not know yet.
-            None: no rank can have. All ranks give None, or none does.
-        values: floating point, 1-D, on the device: what `error` is to be told of it.
-        error: given these values on the host, what is wrong, or None; it may warn.
-        void: called where a rank has found something wrong, so that the step can be left; None: gradients are dropped.
+        is_wrong: whether this rank has found something wrong; a scalar on the device if the host need not know yet.
+            None, on all ranks: nothing can be wrong.
+        values: floating point, 1-D, on the device: argument of `error`.
+        error: returns what is wrong, given these values on the host, or None; it may warn.
+        void: called if a rank has found something wrong, after gradients were dropped.
     """
 
     trained: Sequence[Sequence[nn.Parameter]] = ()
@@ -47,7 +46,7 @@ class Findings:
         return all(is_used or not each for each, is_used in zip(self.trained, self.used, strict=True))
 
     def unused(self, used: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
-        """What is trained of parameters that are not used, by this rank or as `used` says."""
+        """Iterate over what is trained of unused parameters, of this rank's or those that `used` says."""
         for each, is_used in zip(self.trained, self.used if used is None else used, strict=True):
             if not is_used:
                 yield from each
@@ -61,9 +60,7 @@ class Findings:
             self.void()
 
     def tell(self, world: World) -> None:
-        """Settle at once, by a message of the control plane: for loops by hand, in which nothing else is told.
-
-        Waits for the device of the values. Collective.
+        """Settle at once, by a message of the control plane, for loops by hand. Waits for the device. Collective.
 
         Raises:
             MeshwrightError: of any rank, on all.
@@ -81,12 +78,13 @@ class Ending:
     """The end of one step on this rank; see [Note: one wait].
 
     Args:
-        parts: of what this rank trains, one for each stage of a pipeline.
-        shared: of what several stages train, the same parameters on all of them.
+        parts: findings in what this rank trains, one for each stage of a pipeline.
+        shared: findings in the parameters that several stages train.
     """
 
     def __init__(self, parts: Sequence[Findings] = (), shared: Findings | None = None) -> None:
         self._parts, self._shared = parts, shared or Findings()
+        self._all = (self._shared, *parts)
         self._sums: Tensor | None = None
 
     @property
@@ -96,8 +94,8 @@ class Ending:
 
     @property
     def _own_used(self) -> list[float]:
-        """What this rank has used, as it is summed."""
-        return [float(is_used) for part in (self._shared, *self._parts) for is_used in part.used]
+        """What this rank has used, in the order in which it is summed."""
+        return [float(is_used) for part in self._all for is_used in part.used]
 
     def add_up(
         self,
@@ -109,19 +107,14 @@ class Ending:
         alike: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss of the step, from the shares of its microbatches. Collective.
+        """Return the loss of a step and its further sums, added up together with the findings. Collective.
+
+        float64, 1-D, equal on all ranks, so that sums do not depend on how microbatches are spread over ranks.
 
         Args:
-            losses: scalars; none, where other ranks have them.
-            device: of this rank.
-            further: sums beside, 1-D, float64, likewise; zeros where other ranks have them.
-            over: ranks that have other tokens.
-            alike: ranks that have the same tokens and other parts of the model.
-            stages: ranks that have other stages.
-
-        Returns:
-            float64, so that sums do not depend on how microbatches are spread over ranks; the loss and then the further
-            sums, 1-D; equal on all.
+            losses: shares of microbatches, scalars; none, like `further`, if other ranks have them.
+            over, alike, stages: ranks with other tokens; with the same tokens and other parts of the model; with other
+                stages.
         """
         count = 1 + (0 if further is None else further.numel())
         wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
@@ -143,42 +136,34 @@ class Ending:
         return sums[:count]
 
     def settle(self, world: World, also: Sequence[Tensor] = ()) -> list[float]:
-        """Drop the gradients of what no rank has used, once; waits for the device where there is something to know.
+        """Drop, once, the gradients that no rank has used; wait for the device if there is something to know.
 
-        Args:
-            world: the ranks of the step.
-            also: scalars that are to be read, too.
-
-        Returns:
-            The values of `also`.
+        Returns the values of `also`, scalars to read at the same time.
 
         Raises:
             MeshwrightError: what a rank has found wrong, on all ranks; no gradient is left.
         """
         sums, self._sums = self._sums, None
-        uses_all = all(part.uses_all for part in (self._shared, *self._parts))
         asks = self.can_be_wrong or any(part.values is not None for part in self._parts)
-        if sums is None or (uses_all and not asks):
+        if sums is None or (not asks and all(part.uses_all for part in self._all)):
             return _read([each.detach().reshape(1) for each in also]) if also else []
         own = [part.values for part in self._parts if part.values is not None]
-        read = _read([each.detach().reshape(1) for each in also] + [sums, *own])
-        values, wrong, used = read[: len(also)], read[len(also)], read[len(also) + 1 : len(also) + sums.numel()]
-        told = read[len(also) + sums.numel() :]
-        if world.is_planned:
-            # The sums have no values, since losses are among them.
-            used = self._own_used
-        errors = []
-        for part in self._parts:
-            count = part.values.numel() if part.values is not None else 0
-            errors.append(part.error(told[:count]))
-            told = told[count:]
+        read = iter(_read([each.detach().reshape(1) for each in also] + [sums, *own]))
+        values, wrong = [next(read) for _ in also], next(read)
+        used = [next(read) for _ in range(sums.numel() - 1)]
+        # In a planned world the sums have no values, since losses are among them.
+        used = world.select(used, self._own_used)
+        errors = [
+            part.error([next(read) for _ in range(part.values.numel())] if part.values is not None else ())
+            for part in self._parts
+        ]
         if wrong:
-            for part in (self._shared, *self._parts):
+            for part in self._all:
                 part.leave()
             world.raise_any(next((error for error in errors if error is not None), None))
-        # What another stage has used has its gradient here, too.
+        # A parameter that another stage has used has its gradient here, too.
         shared = {parameter for each in self._shared.trained for parameter in each}
-        for part in (self._shared, *self._parts):
+        for part in self._all:
             mine, used = used[: len(part.used)], used[len(part.used) :]
             for parameter in part.unused(mine):
                 if part is self._shared or parameter not in shared:
@@ -187,7 +172,7 @@ class Ending:
 
 
 def _read(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of 1-D tensors, with one wait for the device."""
+    """Read 1-D tensors with one wait for the device."""
     device = tensors[0].device
     values: list[float] = torch.cat([each.to(device, torch.float64) for each in tensors]).tolist()
     return values

@@ -1,8 +1,8 @@
-"""The forward of a microbatch: what the axes make of it, of the call of the model, and of the loss.
+"""The forward of a microbatch: division by the axes, the call of the model, and its share of the loss.
 
-It shards nothing, runs no backward and knows no axis by name; see `meshwright.step.axis`.
+No backward and no sharding; axes are known only as `meshwright.step.axis.Axis`.
 
-Shapes: B sequences of a microbatch, S tokens each.
+Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
 """
 
 from __future__ import annotations
@@ -18,140 +18,156 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import MeshwrightError, ModelError
+from ..base.types import Batch, TokenStatistic
 from ..mesh.mesh import Mesh
 from ..step.axis import Axis, Trial
 from ..step.batch import Terms
-from ..step.forward_options import with_router_logits
+from ..step.forward_options import forward_options, forward_takes, with_router_logits
 from ..step.objective import Given, Tally, split_whole
 from ..step.objective_trial import check_head, tried
 from ..step.rope_length import RopeLength
 from ..step.router_loss import Notes, RouterLoss, find_routers
-from ..step.token_loss import split_targets
-from ..strategy.contract import Batch
-from .row_loss import RowLoss
-from .values import Values
+from ..step.row_head import RowHead
+from ..step.token_loss import split_targets, targets
+from ..step.tokens import Ask, Outputs, Tokens
+from .row_loss import RowLoss, Run
+from .start import asks_for_router_loss
 
 _FEW_TOKENS = 8
 
 Complete = Callable[[Batch], Batch]
-"""Makes of a divided batch, on this rank's device, what the module is called with."""
+"""Turns a divided batch, on this rank's device, into what the module is called with."""
 
 
 class Forward:
-    """Calls a model with microbatches.
+    """Calls one model with microbatches. One thing, since each method is a part of the same forward.
+
+    Made before sharding, since its hooks must be the innermost of those that are put around the model; `attach` says
+    what is called. `taken` holds the names of the model's forward arguments.
 
     Args:
-        module: what is called: the sharded model, or a wrapper around it.
-        mesh: of the ranks that train it.
-        axes: in the order in which they divide a microbatch.
-        options: what the module is always called with, from `forward_options`.
-        row_loss: how the token loss is computed.
-        router_loss: to be added to the token loss; None: none, or a pipeline adds it.
-        vocab_size: token ids must be below it; None: unknown.
-        rope_length: of the model.
+        head: name of the module that makes the logits; None: unknown.
+        axes: the manager's list, in the order in which they divide a microbatch; filled before `attach`.
+        chunk_rows: the option `loss_chunk_rows`.
+        in_pipeline: the model is a stage; the pipeline adds the router loss.
         after_trial: called after forwards that no backward follows.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        model: nn.Module,
+        head: str | None,
         mesh: Mesh,
         axes: Sequence[Axis],
         *,
-        options: Mapping[str, Any],
-        row_loss: RowLoss,
-        router_loss: RouterLoss | None,
-        vocab_size: int | None,
-        rope_length: RopeLength,
+        chunk_rows: int | None,
+        in_pipeline: bool,
         after_trial: Callable[[], None],
     ) -> None:
-        self._module, self._mesh, self._axes, self._options = module, mesh, axes, options
-        self._row_loss, self._rope_length, self._router_loss_is_checked = row_loss, rope_length, False
-        self._values = Values(axes, row_loss, self._check_logits)
-        self._router_loss, self._vocab_size, self._after_trial = router_loss, vocab_size, after_trial
+        config = getattr(model, "config", None)
+        self._mesh, self._axes, self._in_pipeline, self._after_trial = mesh, axes, in_pipeline, after_trial
+        self._router_loss = RouterLoss(config) if asks_for_router_loss(model) and not in_pipeline else None
+        self._router_loss_is_checked = False
         self._router_notes: Notes | None = None
+        self.taken = forward_takes(model)
+        self._options_if_in_parts = {each: forward_options(model, in_parts=each) for each in (False, True)}
+        self._rope_length = RopeLength(model)
+        self._vocab_size: int | None = getattr(config, "vocab_size", None)
+        self._make_row_loss = functools.partial(
+            RowLoss,
+            RowHead(model, head) if head else None,
+            chunk_rows,
+            model=type(model).__name__,
+            vocab_size=self._vocab_size,
+        )
+
+    def attach(self, module: nn.Module) -> None:
+        """Call `module`, the sharded model or a wrapper around it, from now on."""
+        self._module = module
+        in_parts = self._in_pipeline or any(axis.divides_sequences for axis in self._axes)
+        self._options = self._options_if_in_parts[in_parts]
+        self._row_loss = self._make_row_loss(is_divided=any(axis.divides_vocabulary for axis in self._axes))
 
     # -- batches
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of."""
+        """Divisor that the length of every sequence must have."""
         return math.prod(axis.sequence_multiple for axis in self._axes)
 
-    def terms(self, check: Callable[[Sequence[Batch]], None], objective: Given | None) -> Terms:
-        """What is asked of a step's microbatches.
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that compute the same value of an objective, and whose losses are added up."""
+        return math.prod(axis.sharers for axis in self._axes)
 
-        Args:
-            check: what the strategy asks beside.
-            objective: of the step.
-        """
-        return Terms(self._vocab_size, self.sequence_multiple, check, objective=objective)
+    def terms(self, check: Callable[[Sequence[Batch]], None], objective: Given | None, frozen: int) -> Terms:
+        """Return what a step requires of its microbatches; see `Terms`."""
+        return Terms(self._vocab_size, self.sequence_multiple, check, objective=objective, frozen=frozen)
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse microbatches of this rank that an axis cannot divide; no collective.
-
-        Raises:
-            BatchError: see `Axis.check_batch`.
-        """
+        """Refuse microbatches that an axis cannot divide; BatchError on this rank, no collective."""
         for axis in self._axes:
             for batch in microbatches:
                 axis.check_batch(batch)
 
     def divide(self, batch: Batch, objective: Given | None = None) -> Batch:
-        """This rank's part of a microbatch, as `share_of_loss` takes it; for an objective with what that sees whole."""
+        """Return this rank's part of a microbatch, as `share_of_loss` takes it."""
         inputs = batch if objective is None else objective.inputs(batch)
         part = functools.reduce(lambda part, axis: axis.divide(part), self._axes, inputs)
         return part if objective is None else {**part, **objective.whole(batch)}
 
     def own_mask(self, batch: Batch) -> Tensor | None:
-        """The attention mask of the positions that this rank has of a microbatch; None where it has no mask."""
+        """Return the attention mask of this rank's positions of a microbatch, if it has one."""
         mask = batch.get("attention_mask")
         return None if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
-        """A microbatch on this rank's device."""
+        """Copy a microbatch to this rank's device."""
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     # -- forwards
 
-    @property
-    def sharers(self) -> int:
-        """See `Values.sharers`."""
-        return self._values.sharers
-
     @contextmanager
     def around_step(self, longest: int) -> Iterator[None]:
-        """Around all forwards and backwards of a step or evaluation, whose longest row has so many tokens."""
+        """Context of all forwards and backwards of a step whose longest row has `longest` tokens."""
         with ExitStack() as contexts:
             for each in (self._rope_length.within_step(longest), *(axis.around_step() for axis in self._axes)):
                 contexts.enter_context(each)
             yield
 
-    def outputs(self, inputs: Batch, **options: Any) -> Any:
-        """What the module returns for a divided microbatch without labels, on this rank's device.
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of forwards in evaluation mode, which no backward follows."""
+        was_training = self._module.training
+        self._module.eval()
+        try:
+            yield
+        finally:
+            self._module.train(was_training)
+            self._after_trial()
 
-        Args:
-            options: of its forward, beside those with which it is always called.
-        """
+    def outputs(self, inputs: Batch, **options: Any) -> Any:
+        """Call the module with a divided microbatch without labels, on this rank's device; `options` go to forward."""
         with ExitStack() as contexts:
             given: Mapping[str, Any] = inputs
             for axis in self._axes:
                 given = contexts.enter_context(axis.around_forward(given))
             return self._module(**given, **{**self._options, **options})
 
+    def loss(self, batch: Batch, num_tokens: Tensor, microbatches: int, tally: Tally | None) -> Tensor:
+        """Divide a microbatch and return its share of the loss; see `share_of_loss`."""
+        self._mesh.world.progress.move()
+        divided = self.divide(batch, None if tally is None else tally.given)
+        return self.share_of_loss(divided, num_tokens, microbatches=microbatches, tally=tally)
+
     def share_of_loss(
         self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1, tally: Tally | None = None
     ) -> Tensor:
-        """The forward of one microbatch: the sum of its token losses over the token count of the step, and its share of
-        the router loss where the model's configuration asks for one.
+        """Run the forward of one microbatch from `divide`; return its share of the loss of the step, scalar, with a
+        gradient.
 
-        Args:
-            batch: as `divide` gives it.
-            microbatches: of the step; for the router loss alone, which pipelines add by themselves.
-            tally: of an objective in the place of the token loss, for which the batch was divided.
-
-        Returns:
-            Scalar, with a gradient.
+        The share of the router loss is included if the model's configuration asks for one; `microbatches` of the step
+        serve that alone. `tally` is that of an objective in place of the token loss.
         """
         part, whole = split_whole(self.on_device(batch))
         inputs, targets_BS = split_targets(part)
@@ -160,7 +176,7 @@ class Forward:
             if tally is None:
                 loss, outputs = self._row_loss.share(run, targets_BS, num_tokens, self._check_logits)
             else:
-                value, outputs = self._values.of(tally, run, targets_BS, whole)
+                value, outputs = self._value(tally, run, targets_BS, whole)
                 loss = value / (num_tokens * self.sharers)
         if self._router_loss is None:
             return loss
@@ -175,33 +191,52 @@ class Forward:
         for axis in self._axes:
             axis.check_logits(shape, targets_BS)
 
+    def _value(self, tally: Tally, run: Run, targets_BS: Tensor, whole: Batch) -> tuple[Tensor, Any]:
+        """Return an objective's value for one microbatch, scalar, and the model's outputs; `whole` is from
+        `Given.whole`."""
+        columns = dict(whole)
+        targets_whole, positions = targets(columns.pop("labels")), columns.pop("position_ids", None)
+        if tally.given.on == "outputs":
+            outputs = run()
+            wide = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
+            # Logits of whole sequences, (B, K), are not divided as `Axis.parted` divides.
+            wide = self._joined(wide, of_sequences=wide.dim() == 2)
+            return tally(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
+
+        def value(ask: Ask) -> Tensor:
+            def ask_whole(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
+                own_BSK = functools.reduce(lambda part, axis: axis.parted(part), self._axes, ids_BSK)
+                return {name: self._joined(found) for name, found in ask(own_BSK, names).items()}
+
+            return tally(Tokens(targets_whole, ask_whole, positions_BS=positions, usual=tally.given.usual), columns)
+
+        return self._row_loss.of_tokens(run, targets_BS, value, self._check_logits)
+
+    def _joined(self, part: Tensor, *, of_sequences: bool = False) -> Tensor:
+        for axis in reversed(self._axes):
+            part = axis.joined_sequences(part) if of_sequences and axis.divides_sequences else axis.joined(part)
+        return part
+
     # -- before the first step
 
     def try_objective(
         self, microbatch: Batch, given: Given, *, complete: Complete = lambda batch: batch
     ) -> tuple[str, ...]:
-        """Before the first step with an objective: find out whether the model has what it asks for, and whether it is
-        what it should be. Collective as the model's forward is.
-
-        Args:
-            microbatch: as it was given.
-            complete: as for `try_out`.
+        """Check, before its first step, that the model can serve an objective and that it is a sum. Collective.
 
         Returns:
-            The names of its further sums, in alphabetical order.
+            The names of the objective's further sums, in alphabetical order.
 
         Raises:
-            MeshwrightError: it is refused; on this rank.
+            MeshwrightError: the objective is refused; on this rank.
         """
-        self._values.check()
-        was_training = self._module.training
-        self._module.eval()
-        try:
-            with torch.no_grad():
-                logits = _tried(self.outputs, complete(self._few(given.inputs(microbatch), sequences=2))).logits
-        finally:
-            self._module.train(was_training)
-            self._after_trial()
+        for axis in self._axes:
+            if axis.divides_batches and type(axis).joined is Axis.joined:
+                raise ModelError(
+                    f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
+                )
+        with self.evaluating(), torch.no_grad():
+            logits = _tried(self.outputs, complete(self._few(given.inputs(microbatch), sequences=2))).logits
         check_head(given, logits.shape, self._vocab_size)
         features = logits.shape[-1] if logits.dim() == 3 else -logits.shape[-1]
         return tried(given, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32))
@@ -209,44 +244,34 @@ class Forward:
     def try_out(
         self, microbatches: Sequence[Batch], *, takes_loss: bool = True, complete: Complete = lambda batch: batch
     ) -> None:
-        """Before the first step: find out what only a few tokens through the model can tell of it. Collective.
+        """Run a few tokens through the model before the first step, to learn what only that can tell. Collective.
 
         Args:
-            microbatches: as they were given.
-            takes_loss: whether this part of the model will be asked for a token loss.
-            complete: makes of a divided batch, on this rank's device, what the module is called with.
+            takes_loss: this part of the model will be asked for a token loss.
 
         Raises:
-            ModelError, BatchError: on all ranks; the model, or a microbatch, cannot be divided.
+            ModelError, BatchError: the model, or a microbatch, cannot be divided; on all ranks.
         """
         is_open = [axis for axis in self._axes if axis.is_open()]
         loss_is_open = takes_loss and self._row_loss.is_open
         if not is_open and not loss_is_open:
             return
-        was_training = self._module.training
-        self._module.eval()
-        try:
+        with self.evaluating():
             for axis in is_open:
-                self._mesh.world.raise_together(axis.try_out(self._trial(axis, microbatches[0])))
+                multiple = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
+                trial = Trial(self.on_device(microbatches[0]), self.outputs, multiple)
+                self._mesh.world.raise_together(axis.try_out(trial))
             if any(axis.divides_sequences for axis in is_open) and self._router_loss is not None:
                 self._mesh.world.raise_together(self._find_routers(microbatches[0], self._router_loss))
             if loss_is_open:
                 few = complete(self._few(microbatches[0]))
                 self._row_loss.choose(functools.partial(self.outputs, few), self._mesh.world)
-        finally:
-            self._module.train(was_training)
-            self._after_trial()
         # Again, now that more is known of the model.
         self._mesh.world.together(lambda: self.check_division(microbatches))
 
     def rehearse(self, microbatch: Batch, complete: Complete = lambda batch: batch) -> None:
-        """Call the module with a microbatch as a step does, but without gradients, and without logits where the loss
-        needs none; nothing of it remains. Collective.
-
-        Args:
-            microbatch: as it was given.
-            complete: as for `try_out`.
-        """
+        """Run the forward of an undivided microbatch without gradients or side effects, and, where the loss needs none,
+        without logits. Collective."""
         device = self._mesh.device
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
         drawing = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
@@ -257,12 +282,8 @@ class Forward:
         finally:
             self._after_trial()
 
-    def _trial(self, axis: Axis, batch: Batch) -> Trial:
-        others = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
-        return Trial(self.on_device(batch), self.outputs, others)
-
     def _few(self, batch: Batch, *, sequences: int = 1) -> Batch:
-        """A few tokens of some sequences, or of all where an axis divides them, divided, without labels."""
+        """Return a few tokens of some sequences (of all, if an axis divides them), divided, without labels."""
         (rows, whole), multiple = batch["input_ids"].shape, self.sequence_multiple
         length = min(whole, multiple * -(-_FEW_TOKENS // multiple))
         divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
@@ -275,7 +296,7 @@ class Forward:
         return split_targets(self.on_device(self.divide({name: few(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
-        """Where a rank has a part of the positions: note the logits of routers from now on; what is wrong with them."""
+        """Find the routers, whose logits are recorded from now on; return what is wrong with them."""
         multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.divides_sequences)
         ids_BS = batch["input_ids"][:1, : multiple * -(-_FEW_TOKENS // multiple)].to(self._mesh.device)
         try:
@@ -290,7 +311,7 @@ class Forward:
 
 
 def _tried(call: Callable[[Batch], Any], inputs: Batch) -> Any:
-    """What a model returns, whose own code may fail: with several sequences, some heads do."""
+    """Call a model whose own code may fail, as that of some heads does with several sequences."""
     try:
         return call(inputs)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):

@@ -1,8 +1,8 @@
-"""Whether, and in chunks of how many rows, a model's token loss is computed without its logits.
+"""The token loss of a model without its whole logits, if the model allows it.
 
-[Note: whole logits] A model is tried once, before its first step: its logits for a few tokens, row by row, must be
-those of its own forward. Where they are not, or a row cannot be computed by itself, the loss takes whole logits; all
-ranks decide alike, and the first one says so. What is computed of rows is in `meshwright.step.rows`.
+[Note: whole logits] A model is tried once, before its first step: its logits for a few tokens, row by row, must equal
+those of its own forward. If they do not, or a row cannot be computed by itself, the loss takes whole logits; all ranks
+decide alike, and the first one warns. `meshwright.step.rows` computes rows.
 
 Shapes: B sequences of a microbatch, S tokens each, N rows in all, K ids for each; V entries of the vocabulary.
 """
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import ModelError
+from ..base.types import TokenStatistic
 from ..files.terminal import warn
 from ..mesh.world import World
 from ..step.deferred_logits import DeferredLogits, RowsError
 from ..step.row_head import RowHead
 from ..step.rows import Rows, token_loss, token_statistics
 from ..step.token_loss import target_loss_sum
-from ..step.token_statistics import Statistic
 from ..step.tokens import Ask
 
 Run = Callable[[], Any]
@@ -52,11 +52,11 @@ class RowLoss:
     """The token loss of one model.
 
     Args:
-        head: of the model; None: no head is known.
+        head: of the model; None: unknown.
         given: the option `loss_chunk_rows`.
-        is_divided: whether ranks share the vocabulary, and rows are taken at any size, so that no rank has it whole.
-        model: what it is called.
-        vocab_size: entries that logits must have at least; None: unknown.
+        is_divided: ranks share the vocabulary; rows are used at any size, so that no rank has it whole.
+        model: its name.
+        vocab_size: least number of entries of the logits; None: unknown.
     """
 
     def __init__(
@@ -79,14 +79,8 @@ class RowLoss:
         return self._takes_rows is None
 
     def choose(self, run: Run, world: World) -> None:
-        """Try the model; see [Note: whole logits]. Collective.
-
-        Args:
-            run: with a few tokens; nothing remains of it.
-
-        Raises:
-            ModelError: the model's logits are not those of a vocabulary.
-        """
+        """Try the model on a few tokens; see [Note: whole logits]. Collective. ModelError if its logits are of no
+        vocabulary."""
 
         def alike() -> Any:
             # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
@@ -144,14 +138,10 @@ class RowLoss:
     # -- in a step
 
     def share(self, run: Run, targets_BS: Tensor, num_tokens: Tensor, check: Check) -> tuple[Tensor, Any]:
-        """The sum of the cross entropy over unmasked targets [nats], divided by `num_tokens`; and what `run` gave.
+        """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`; and the outputs.
 
-        Args:
-            targets_BS: int64, the label that each position predicts.
-            num_tokens: of the step.
-
-        Raises:
-            ModelError: the model does not do what it did when it was tried.
+        `targets_BS` is the label that each position predicts. ModelError if the model no longer does what it did when
+        tried.
         """
         head = self._head_for(targets_BS.numel())
         if head is None:
@@ -171,21 +161,17 @@ class RowLoss:
     def of_tokens(
         self, run: Run, targets_BS: Tensor, consume: Callable[[Ask], Tensor], check: Check
     ) -> tuple[Tensor, Any]:
-        """What `consume` makes of statistics of tokens, with its gradient; and what `run` gave.
+        """Return what `consume` makes of statistics of tokens, with its gradient; and the outputs. Raises as `share`.
 
         Args:
-            targets_BS: int64, the label that each position predicts.
-            consume: called once, at the end of the model's forward or behind it, without autocast; it may ask any
-                number of times while it runs, and only then. Each time the logits are computed anew, by rows. Its
-                tensor may have any shape; what else it keeps must have no gradient.
-
-        Raises:
-            ModelError: the model does not do what it did when it was tried.
+            consume: called once, at the end of the model's forward or after it, without autocast; it may ask any number
+                of times while it runs, and each time the logits are computed anew, by rows. What it keeps must have no
+                gradient.
         """
         head, shape = self._head_for(targets_BS.numel()), targets_BS.shape
 
         def answer(rows: Rows, chunk_rows: int) -> Tensor:
-            def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> dict[str, Tensor]:
+            def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> dict[str, Tensor]:
                 found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=chunk_rows)
                 return {name: each.unflatten(0, shape) for name, each in found.items()}
 
@@ -210,11 +196,7 @@ class RowLoss:
             raise ModelError(f"{self._model} gives logits {tuple(shape)} for targets {tuple(targets_BS.shape)}.")
 
     def rehearse(self, run: Run, rows: int) -> None:
-        """Run the model as for the loss of so many rows, of which none is computed.
-
-        Args:
-            run: without gradients.
-        """
+        """Run the model, without gradients, as for the loss of `rows` rows, of which none is computed."""
         head = self._head_for(rows)
         if head is None:
             run()
@@ -222,7 +204,7 @@ class RowLoss:
             self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))
 
     def _head_for(self, rows: int) -> RowHead | None:
-        """The head, if the logits of so many rows are not to be whole."""
+        """Return the head, unless the logits of so many rows may be whole."""
         head = self._head
         if head is None or not self._takes_rows or head.features is None:
             return None

@@ -1,53 +1,84 @@
-"""What comes before sharding: models that cannot be trained are refused, and all ranks start from the same values."""
+"""Checks before a model is sharded, before an optimizer is used and before a step, and equal weights on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+from weakref import WeakSet
+
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import nn
+from torch.optim import Optimizer
 
 from .._compat.peft_tying import tie_adapters
-from ..base.errors import ModelError
+from ..base.errors import ModelError, StrategyError
 from ..base.validation import NO_FLOAT16
+from ..files.terminal import warn
 from ..mesh.mesh import Mesh
 from ..model.size import check_elements
 from ..model.weights import Weights, deferred_weights, is_meta
 
+T = TypeVar("T")
+_TAKEN: WeakSet[nn.Module] = WeakSet()
+"""Modules with parameters or buffers that belong to a manager."""
 
-def equal_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
-    """Where the values of a model come from, the same for all ranks. Collective.
+# -- the order of calls
 
-    Args:
-        model: before sharding.
-        weights: that were given.
 
-    Returns:
-        The given ones; those that the class of a model on the meta device draws; or None, where the model has values
-        and all ranks now have those of the first one.
+def check_new(model: nn.Module, *, has_model: bool) -> None:
+    """Refuse a second model for a manager (StrategyError), and a model that another manager has (ModelError)."""
+    if has_model:
+        raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
+    if any(each in _TAKEN for each in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has been parallelized by another manager already, and is that one's. Build the "
+            f"model anew, or read it from what the other one has saved."
+        )
 
-    Raises:
-        ModelError: a model on the meta device cannot be built again; on all ranks.
-    """
-    if weights is None and is_meta(model):
-        weights = deferred_weights(model, mesh)
-    if weights is None:
-        copy_from_first_rank(model, mesh)
-    return weights
+
+def take(modules: Iterable[nn.Module]) -> None:
+    """Mark modules as those of a manager. Models of one class may share modules that hold nothing."""
+    _TAKEN.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))
+
+
+def require_model(model: T | None) -> T:
+    """Return what `parallelize` has made; StrategyError before."""
+    if model is None:
+        raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
+    return model
+
+
+def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
+    """Return what `build_optimizer` has made; StrategyError before."""
+    if optimizer is None:
+        raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
+    return optimizer
+
+
+def check_nothing_pending(trainable: Iterable[nn.Parameter]) -> None:
+    """Refuse gradients of an earlier call, which a second reduction would reduce again. Raises StrategyError."""
+    if any(parameter.grad is not None for parameter in trainable):
+        raise StrategyError(
+            "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
+            "step in one call, and call optimizer_step (or set the gradients to None) before the next."
+        )
+
+
+# -- models and options
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
-    """Whether the model's configuration asks for a router loss beside the token loss."""
+    """Return whether the model's configuration asks for a router loss."""
     return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
 
 
 def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
-    """Refuse what would train wrongly or not at all; hold adapters as one parameter that peft ties by memory.
+    """Refuse a model that would train wrongly or not at all, with a ModelError; tie adapters that peft ties by memory.
 
     Args:
         router_loss: the caller adds the router loss where the configuration asks for one.
-
-    Raises:
-        ModelError: on all ranks alike, since all hold the same model.
     """
     tie_adapters(model)
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -67,11 +98,7 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_los
 
 
 def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
-    """Refuse sums that are coarser than what is summed.
-
-    Raises:
-        ModelError: on all ranks alike.
-    """
+    """Refuse a `reduce_dtype` coarser than a gradient; ModelError, the same on all ranks."""
     if reduce_dtype is None:
         return
     dtype = getattr(torch, reduce_dtype)
@@ -83,11 +110,55 @@ def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
             )
 
 
-def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank that trains the same part of the model the parameters and buffers of the first one.
+def tell_idle_options(
+    config: BaseModel, mesh: Mesh, *, along: Mapping[str, Sequence[str]], never: Mapping[str, str] | None = None
+) -> None:
+    """Warn on the first rank about options that were set but act on nothing.
 
-    Copies from different seeds or files would else train as a chimera, without any error. Ranks along `tp` also get
-    the random state of the first, since dropout must fall on the same elements of what they all hold.
+    They are no error: the same run file is debugged on one rank, and a config of another framework is taken as it is.
+
+    Args:
+        along: names of options that act only if an axis has more than one rank, by axis.
+        never: options that act on no mesh, and why.
+    """
+    if dist.get_rank() != 0:
+        return
+    fields = type(config).model_fields
+
+    def given(name: str) -> bool:
+        return name in fields and getattr(config, name) != fields[name].default
+
+    for name, reason in (never or {}).items():
+        if given(name):
+            warn(f"{name}={getattr(config, name)} acts on nothing here: {reason}.", stacklevel=2)
+    for axis, options in along.items():
+        idle = [f"{name}={getattr(config, name)}" for name in options if given(name)]
+        if idle and getattr(mesh.degrees, axis) == 1:
+            verb = "acts" if len(idle) == 1 else "act"
+            warn(f"{' and '.join(idle)} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)
+
+
+# -- equal weights
+
+
+def equal_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
+    """Return the values that all ranks give an unsharded model: `weights`, or what the class of a model on the meta
+    device draws. None if the model has values, which are now those of the first rank. Collective.
+
+    Raises:
+        ModelError: a model on the meta device cannot be built again; on all ranks.
+    """
+    if weights is None and is_meta(model):
+        weights = deferred_weights(model, mesh)
+    if weights is None:
+        _copy_from_first_rank(model, mesh)
+    return weights
+
+
+def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
+    """Copy parameters and buffers from the first of the ranks that train the same part of the model.
+
+    Otherwise copies from different seeds or files would train together without any error.
     """
     for axis in ("pp", "dp", "cp", "tp"):
         if getattr(mesh.degrees, axis) == 1:
@@ -101,6 +172,7 @@ def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
 
 
 def share_random_state(mesh: Mesh) -> None:
+    """Give ranks along `tp` the random state of the first, so that dropout falls on the same elements."""
     if mesh.degrees.tp == 1:
         return
     seed = torch.randint(2**62, (1,)).to(mesh.device)

@@ -141,6 +141,10 @@ class World:
             if work is not None:
                 work.wait()
 
+    def select(self, real: T, planned: T) -> T:
+        """Return `real` if this world computes and sends, else `planned`; see `is_planned`."""
+        return planned if self.is_planned else real
+
     def raise_together(self, error: MeshwrightError | None) -> None:
         """Raise on every rank if any rank brings an error; see [Note: equal on every rank] in `contract`.
 

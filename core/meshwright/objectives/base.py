@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from ..base.errors import BatchError
+from ..base.types import IGNORED_LABEL
 from ..base.validation import FrozenModel
-from ..strategy.contract import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from torch import Tensor

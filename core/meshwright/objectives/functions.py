@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..base.types import IGNORED_LABEL
 from ..step.token_loss import targets
 from ..step.tokens import Sequences, Tokens
-from ..strategy.contract import IGNORED_LABEL
 
 ABSENT = -1e30
 """The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""

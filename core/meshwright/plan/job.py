@@ -13,7 +13,7 @@ from .._compat.peft_tying import adapted_on_meta
 from ..model.adapter_options import check_names
 from ..model.build import new_model
 from ..model.configuration import model_config
-from ..train.optim import optimizer_factory, try_optimization
+from ..optim.build import optimizer_factory, try_optimization
 from ..train.run.preflight import data_and_model_config
 from ..train.run.run_file import RunConfig
 from ..train.run.run_model import RunModel, find_model

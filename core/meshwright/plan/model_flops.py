@@ -21,10 +21,10 @@ import torch
 from .._compat.arithmetic import arithmetic
 from .._compat.torch import is_attention
 from ..base.errors import BatchError, MeshwrightError
+from ..base.types import Objective
 from ..mesh.sizes import MeshSizes
 from ..model.weights import is_meta
 from ..step.objective import Given
-from ..strategy.contract import Objective
 from ..strategy.stack import resolve
 from ..testing.observe import Observer, name_of
 from .depth import DEPTHS

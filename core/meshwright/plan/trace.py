@@ -16,11 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from .._compat.arithmetic import arithmetic
 from .._compat.torch import written_arguments
+from ..base.types import Batch, OptimizerFactory
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
 from ..mesh.world import CONTROL_TAG
 from ..model.weights import is_meta
-from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
+from ..optim.config import EMAConfig
+from ..strategy.contract import StrategyManager
 from ..strategy.stack import Stack
 from ..tensors.ops import is_on_meta, tensors_in, with_values
 from ..testing._compat import bound_arguments
@@ -28,7 +30,6 @@ from ..testing.collectives import Collective, Recorder
 from ..testing.meter import Meter, storage_of
 from ..testing.observe import name_of
 from ..train.loop.ema import EMA
-from ..train.optimizer_config import EMAConfig
 from .meter import Held, StepMeter
 
 Touched: TypeAlias = tuple[tuple[int, int], ...]

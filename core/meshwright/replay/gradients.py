@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..strategy.contract import OptimizerFactory, StrategyManager
+from ..base.types import OptimizerFactory
+from ..optim.build import ConfiguredOptimizer
+from ..optim.groups import Trained
+from ..optim.optimizers import members_of
+from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.whole_parameters import whole_parameters
-from ..train.optim import ConfiguredOptimizer
-from ..train.optimizer_groups import Trained
-from ..train.optimizers import members_of
 
 BUCKET_BYTES = 1 << 25
 NAMES = "names.json"

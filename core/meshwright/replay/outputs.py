@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..strategy.contract import Batch, StrategyManager
+from ..base.types import Batch
+from ..strategy.contract import StrategyManager
 from .peers import PLAIN
 
 MOST_BYTES = 1 << 30

@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..base.types import Batch
 from ..data import Feed
 from ..mesh.mesh import Mesh
-from ..strategy.contract import Batch, StrategyManager
+from ..strategy.contract import StrategyManager
 from ..train.loop.batches import step_seed
 from ..train.loop.options import Loop
 

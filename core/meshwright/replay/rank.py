@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import CheckpointError, ConfigError
+from ..base.types import Batch
 from ..checkpoint import read_manifest
 from ..data import Place
 from ..events.step import StepResult
@@ -19,7 +20,7 @@ from ..launch.open_world import open_world
 from ..launch.rank import signs_of_life
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
-from ..strategy.contract import Batch, StrategyManager
+from ..strategy.contract import StrategyManager
 from ..train.loop.bad_steps import BAD_STEPS, BadSteps, Rewinds
 from ..train.loop.options import Loop
 from ..train.loop.step import train_step

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.types import Batch
 from ..data import Feed
-from ..strategy.contract import Batch
 from ..train.loop.batches import step_seed
 from ..train.run.preflight import Plan, masks_padding
 

@@ -10,10 +10,10 @@ from .config import SingleConfig
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
-    from .manager import SingleManager
+    from ..strategy.contract import StrategyManager
 
 
-def build(config: SingleConfig, mesh: Mesh) -> SingleManager:
+def build(config: SingleConfig, mesh: Mesh) -> StrategyManager:
     from .manager import SingleManager
 
     return SingleManager(config, mesh)

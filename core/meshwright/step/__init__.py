@@ -1,1 +1,1 @@
-"""What one optimizer step is made of: batches, the token loss, the router loss, and the options of a forward."""
+"""What one optimizer step is made of: batches, objectives, the token loss, the router loss, and axes."""

@@ -1,26 +1,38 @@
-"""One message a step: what ranks must know of each other's microbatches before they can train on them together.
+"""Agreement of ranks on a step before they train on it, by one message.
 
-[Note: one message] It has the sum of the ranks' tokens, whether any rank has found something wrong, and whether what
-must be equal is: the number of microbatches, `num_tokens`, and, where ranks share a batch, its tokens. It is sent when
-a step is announced, in the background; `forward_backward` takes the answer. Where tokens are counted instead, that is a
-message, too, and `forward_backward` sends its own: what it is given may be something else than what was counted.
+[Note: one message] The message carries the sum of the ranks' tokens, whether any rank has found an error, and whether
+what must be equal is: the number of microbatches, `num_tokens`, and the tokens of ranks that share a batch. It is sent
+in the background when a step is announced, and `forward_backward` takes the answer. If tokens are counted instead,
+`forward_backward` sends a message of its own, since it may be given something else than what was counted.
+
+[Note: equal shares] One sum shows whether ranks that share a batch have the same tokens. Each multiplies a checksum of
+its tokens by a number of its own, and the numbers of those that share a batch add up to 0 (modulo 2**64, as sums of
+int64 do). So do the products if all checksums are equal, and hardly ever otherwise.
+
+[Note: equal flags] One sum shows whether ranks freeze the same parameters. For each parameter that it freezes, a rank
+adds minus a number that stands for the name; the first rank that holds the parameter adds that number once for each
+other rank instead. The sum is 0 if all that hold a parameter freeze it, or none.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import BatchError
+from ..base.errors import BatchError, MeshwrightError, StrategyError
+from ..base.types import IGNORED_LABEL, Batch, Objective
 from ..mesh.mesh import Mesh
-from ..strategy.contract import Batch, Objective
-from .batch import Terms, apart, defect_under
-from .message import ANNOUNCED, NO_LOSS, Answer, Message, check_shares
+from .batch import Terms, apart, checksum, defect_of, defect_under
 from .objective import Given
+
+_ANNOUNCED, _COUNTED, _NO_LOSS = -1, -2, -3
+"""In place of a number of tokens: the message counts them itself, for a step or for none; or there is no loss."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +40,9 @@ class Agreed:
     """What all ranks know of a step.
 
     Attributes:
-        microbatches: what this rank is to train on: those given, but for masks that say nothing.
+        microbatches: those given, without redundant masks.
         num_tokens: unmasked targets of the global batch; int64 scalar on the CPU.
-        most: the largest of what `Terms.count` gives on a rank.
+        most: the largest `Terms.count` of any rank.
         longest: tokens of the longest row of any rank; see `rope_length`.
     """
 
@@ -41,18 +53,14 @@ class Agreed:
 
 
 class TokenCount(Tensor):
-    """The count of tokens of a step that is announced, int64 scalar on the CPU; see [Note: one message].
+    """Token count of an announced step, int64 scalar on the CPU; see [Note: one message].
 
-    Any use of it as a tensor is one of the number, and waits until all ranks have announced theirs; nothing is sent.
+    Any use as a tensor waits until all ranks have announced their counts.
     """
 
-    announced: Announced
-
-    @classmethod
-    def of(cls, announced: Announced) -> TokenCount:
-        count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(cls)
-        count.announced = announced
-        return count
+    microbatches: Sequence[Batch]
+    terms: Terms
+    answer: Callable[[], _Answer]
 
     @classmethod
     def __torch_function__(
@@ -63,26 +71,12 @@ class TokenCount(Tensor):
 
 def _as_numbers(value: Any) -> Any:
     if isinstance(value, TokenCount):
-        return torch.tensor(value.announced.answer().tokens, dtype=torch.int64)
+        return torch.tensor(value.answer().tokens, dtype=torch.int64)
     if type(value) in (list, tuple):
         return type(value)(map(_as_numbers, value))
     if isinstance(value, dict):
         return {key: _as_numbers(each) for key, each in value.items()}
     return value
-
-
-@dataclass(frozen=True)
-class Announced:
-    """A message that has begun.
-
-    Attributes:
-        microbatches, terms: that it speaks of.
-        answer: waits for the answer, as often as it is called.
-    """
-
-    microbatches: Sequence[Batch]
-    terms: Terms
-    answer: Callable[[], Answer]
 
 
 def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective | None = None) -> Tensor:
@@ -91,7 +85,7 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
     Args:
         microbatches: this data-parallel rank's share of the step.
         mesh: all of its ranks call this.
-        objective: which may count something else; see [Note: objectives] in `objective`.
+        objective: may count something else; see [Note: objectives] in `objective`.
 
     Returns:
         int64 scalar on the CPU, equal on all ranks.
@@ -100,43 +94,48 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
         BatchError: a microbatch of any rank is malformed; on all ranks.
     """
     terms = Terms(objective=None if objective is None else Given(objective))
-    answer = Message.of_count(mesh, microbatches, terms).sent()
+    found = defect_of(microbatches)
+    defect = None if found is None else BatchError(found)
+    answer = _sent(_message(microbatches, mesh, terms, defect, given=_COUNTED))
     answer.check()
     return torch.tensor(answer.tokens, dtype=torch.int64)
 
 
 def announce(microbatches: Sequence[Batch], mesh: Mesh, terms: Terms) -> Tensor:
-    """Begin to agree on a step, while the one before computes; see `StrategyManager.announce`. Collective."""
+    """Begin to agree on a step while the one before computes; see `StrategyManager.announce`. Collective."""
     defect = defect_under(microbatches, terms, mesh.degrees.cp)
-    answer = Message.of_step(mesh, microbatches, defect, terms, given=ANNOUNCED).begun()
-    return TokenCount.of(Announced(microbatches, terms, answer))
+    message = _message(microbatches, mesh, terms, defect, given=_ANNOUNCED)
+    wait = mesh.world.begin_exchange(message.sums, message.highs)
+    count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(TokenCount)
+    count.microbatches, count.terms, count.answer = microbatches, terms, lambda: _Answer.of(message, wait())
+    return count
 
 
 def defects_told(num_tokens: Tensor) -> bool:
-    """Whether any rank may have found something wrong with the step that a count of tokens announces."""
-    return not isinstance(num_tokens, TokenCount) or num_tokens.announced.answer().defects > 0
+    """Return whether any rank may have found an error in the step that a token count announces."""
+    return not isinstance(num_tokens, TokenCount) or num_tokens.answer().defects > 0
 
 
 def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, terms: Terms) -> Agreed:
-    """Make sure that all ranks can run this step, by one message, or by that which has announced it. Collective.
+    """Check that all ranks can run this step, by one message or by the one that announced the step. Collective.
 
     Args:
-        num_tokens: as `StrategyManager.forward_backward` takes it; None: there is no loss, and it is 1.
-        terms: what the caller asks of microbatches.
+        num_tokens: as in `StrategyManager.forward_backward`; None: there is no loss, and it is 1.
+        terms: what the caller requires of microbatches.
 
     Raises:
-        BatchError: on all ranks, as `StrategyManager.forward_backward` says; on this one alone, if the microbatches are
-            others than those announced.
+        BatchError: see `StrategyManager.forward_backward`; on this rank alone, if the microbatches are not those that
+            were announced.
     """
-    if isinstance(num_tokens, TokenCount) and num_tokens.announced.terms == terms:
-        if microbatches is not num_tokens.announced.microbatches:
+    if isinstance(num_tokens, TokenCount) and num_tokens.terms == terms:
+        if microbatches is not num_tokens.microbatches:
             raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
-        answer = num_tokens.announced.answer()
+        answer = num_tokens.answer()
         total = answer.tokens
     else:
-        total = NO_LOSS if num_tokens is None else int(num_tokens)
+        total = _NO_LOSS if num_tokens is None else int(num_tokens)
         defect = defect_under(microbatches, terms, mesh.degrees.cp)
-        answer = Message.of_step(mesh, microbatches, defect, terms, given=total).sent()
+        answer = _sent(_message(microbatches, mesh, terms, defect, given=total))
     answer.check()
     total = 1 if num_tokens is None else total
     if total < 1:
@@ -145,5 +144,152 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, 
         )
         raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
     if answer.shares:
-        check_shares(microbatches, mesh)
+        _check_shares(microbatches, mesh)
     return Agreed(apart(microbatches), torch.tensor(total), answer.most, answer.longest)
+
+
+# -- the message
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What one rank sends: integers to be summed, and integers of which ranks learn the maximum."""
+
+    mesh: Mesh
+    defect: MeshwrightError | None
+    sums: list[int]
+    highs: list[int]
+
+
+def _message(
+    microbatches: Sequence[Batch], mesh: Mesh, terms: Terms, defect: MeshwrightError | None, *, given: int
+) -> _Message:
+    """Make the message of a step; `given` is the number of tokens, or one of the constants that stand for it."""
+    tokens = count = share = most = signature = longest = frozen = 0
+    if defect is None:
+        try:
+            counts = given in (_ANNOUNCED, _COUNTED) and mesh.world.select(mesh.leads_data, True)
+            tokens = terms.tokens(microbatches) if counts else 0
+        except BatchError as error:
+            defect = error
+    if defect is None and given != _COUNTED:
+        count, most, signature = len(microbatches), terms.count(microbatches), terms.signature(microbatches)
+        share, frozen = share_of(mesh, checksum(microbatches)), terms.frozen
+        longest = max(batch["input_ids"].shape[1] for batch in microbatches)
+    equal = [count, -count, given, -given, signature, -signature]
+    return _Message(mesh, defect, [int(defect is not None), tokens, share, frozen], [*equal, most, longest])
+
+
+def _sent(message: _Message) -> _Answer:
+    return _Answer.of(message, message.mesh.world.exchange(message.sums, message.highs))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Sums and maxima over all ranks; only `message` differs between them."""
+
+    message: _Message
+    defects: int
+    tokens: int
+    shares: int
+    frozen: int
+    high_count: int
+    minus_low_count: int
+    high_given: int
+    minus_low_given: int
+    high_signature: int
+    minus_low_signature: int
+    most: int
+    longest: int
+
+    @classmethod
+    def of(cls, message: _Message, numbers: tuple[Sequence[int], Sequence[int]]) -> _Answer:
+        sums, highs = numbers
+        return cls(message, *sums, *highs)
+
+    def check(self) -> None:
+        """Refuse malformed batches, and steps that ranks would not run alike.
+
+        Raises:
+            BatchError, StrategyError: on all ranks.
+        """
+        if self.defects:
+            self.message.mesh.world.raise_any(self.message.defect)
+        low, high = -self.minus_low_given, self.high_given
+        if low < 0 and low != high:
+            raise BatchError(
+                "ranks do not call alike: some announce a step, count tokens or ask for token_stats, while others do "
+                "something else. Call announce, count_tokens, forward_backward, eval_loss and token_stats on all "
+                "ranks, in the same order."
+            )
+        if self.high_signature != -self.minus_low_signature:
+            raise BatchError(
+                "ranks disagree on the objective, or on the columns of its batches: their names, dtypes and numbers of "
+                "dims. Give all ranks the same objective, and microbatches with the same columns."
+            )
+        if self.frozen:
+            raise StrategyError(
+                "ranks disagree on which parameters are frozen. Set requires_grad alike on all ranks, and where stages "
+                "of a pipeline share a parameter (tied embedding and head), on each stage."
+            )
+        if self.high_count != -self.minus_low_count:
+            raise BatchError(
+                f"ranks disagree on the number of microbatches: between {-self.minus_low_count} and {self.high_count}. "
+                f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
+            )
+        if low != high:
+            raise BatchError(
+                f"ranks disagree on num_tokens: between {low} and {high}. It is the count over the global batch, equal "
+                f"on all ranks: use meshwright.count_tokens."
+            )
+
+
+def _check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:
+    """Find out which ranks that share a batch have other tokens, except on accelerators. Collective. BatchError."""
+    found: list[tuple[int, int | None]] = [(0, None)] * mesh.world.size
+    dist.all_gather_object(found, (mesh.data_rank, checksum(microbatches)), group=mesh.world.group)
+    for data_rank in range(mesh.data_size):
+        if len({each for rank, each in found if rank == data_rank and each is not None}) > 1:
+            raise BatchError(
+                f"ranks that share a batch ({mesh.degrees}) have different input_ids for data rank {data_rank} of "
+                f"{mesh.data_size}. Choose the batch by mesh.data_rank, not by the rank."
+            )
+
+
+def share_of(mesh: Mesh, value: int | None) -> int:
+    """Return this rank's part of the sum of [Note: equal shares], as an int64."""
+    degrees = mesh.degrees
+    sharers = degrees.pp * degrees.cp * degrees.tp
+    mine = (mesh.axis_rank("pp") * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
+    if value is None or sharers == 1:
+        return 0
+    factor = (_scattered(mine) - _scattered((mine + 1) % sharers)) * (2 * _scattered(mesh.data_rank) + 1)
+    return mesh.world.select(_as_int64(value * factor), 0)
+
+
+def frozen_share(mesh: Mesh, frozen: Iterable[tuple[str, int, int]]) -> int:
+    """Return this rank's part of the sum of [Note: equal flags], as an int64.
+
+    Args:
+        frozen: for each parameter that this rank freezes: its name, the number of its copy on stages of a pipeline, and
+            the number of copies.
+    """
+    degrees, total = mesh.degrees, 0
+    ranks = mesh.data_size * degrees.cp * degrees.tp
+    mine = (mesh.data_rank * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
+    for name, copy, copies in frozen:
+        number = _scattered(zlib.crc32(name.encode()))
+        total += number * (copies * ranks - 1) if copy == mine == 0 else -number
+    return mesh.world.select(_as_int64(total), 0)
+
+
+def _as_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _scattered(index: int) -> int:
+    """Hash an index to 64 bits (the finalizer of splitmix64)."""
+    value = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ value >> shift) * factor % 2**64
+    return value ^ value >> 31

@@ -1,9 +1,8 @@
-"""Check and count the microbatches of one rank. What ranks tell each other of them is in `agreement`.
+"""Checks and counts of one rank's microbatches; see `agreement` for what ranks tell each other.
 
-[Note: packed documents] Where several documents share a row, `position_ids` restart at each, from which transformers
-finds them and keeps them apart, but only without an attention mask: beside one, each document sees those before it
-(github.com/huggingface/transformers/issues/46634). So a mask of ones, which says nothing, is left out; any other is
-refused.
+[Note: packed documents] If several documents share a row, `position_ids` restart at each. transformers keeps them apart
+only without an attention mask; with one, each document sees those before it
+(github.com/huggingface/transformers/issues/46634). So a mask of ones is left out, and any other is refused.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ import torch
 from torch import Tensor
 
 from ..base.errors import BatchError, MeshwrightError, StrategyError
-from ..strategy.contract import IGNORED_LABEL, Batch
+from ..base.types import IGNORED_LABEL, Batch
 from .objective import Given, without_columns
 from .token_loss import targets
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a manager asks of the microbatches of a step.
+    """What a manager requires of the microbatches of a step.
 
     Attributes:
         vocab_size: token ids must be below it; None: unknown.
-        sequence_multiple: the length of a sequence must be a multiple of it.
-        check: what else there is to refuse on a rank, without a collective; raises BatchError or StrategyError.
-        count: of what the ranks must know the largest number that one of them has; see `Agreed.most`.
+        sequence_multiple: divisor of the length of every sequence.
+        check: further check without a collective; raises BatchError or StrategyError.
+        count: a count of which ranks learn the maximum; see `Agreed.most`.
         objective: of the step; None: the token loss.
-        rows: of what microbatches are cut into; None: they are not.
+        rows: rows of the pieces into which microbatches are cut; None: they are not.
         frozen: see [Note: equal flags] in `message`.
     """
 
@@ -44,22 +43,21 @@ class Terms:
     frozen: int = field(default=0, compare=False)
 
     def tokens(self, microbatches: Sequence[Batch]) -> int:
-        """By what the loss of sound microbatches is divided."""
+        """Return what the loss of valid microbatches is divided by."""
         own = None if self.objective is None else self.objective.count(microbatches)
         return count_here(microbatches) if own is None else own
 
     def signature(self, microbatches: Sequence[Batch]) -> int:
-        """What must be equal on all ranks beside."""
+        """Return a number that must be equal on all ranks."""
         return 0 if self.objective is None else self.objective.signature(microbatches)
 
 
 def count_here(microbatches: Sequence[Batch]) -> int:
-    """The unmasked targets of sound microbatches."""
     return sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
 
 
 def checksum(microbatches: Sequence[Batch]) -> int | None:
-    """Of all `input_ids`, 32 bits; None where they are on an accelerator: that would wait for queued work."""
+    """Return a 32-bit checksum of all `input_ids`; None if they are on an accelerator, for which it would wait."""
     if any(batch["input_ids"].device.type != "cpu" for batch in microbatches):
         return None
     found = 0
@@ -69,12 +67,12 @@ def checksum(microbatches: Sequence[Batch]) -> int | None:
 
 
 def apart(microbatches: Sequence[Batch]) -> list[Batch]:
-    """What is to be trained on: the microbatches, but for masks that are left out; see [Note: packed documents]."""
+    """Return the microbatches without redundant masks; see [Note: packed documents]."""
     return [_without_mask(batch) if _restarts(batch) else batch for batch in microbatches]
 
 
 def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> MeshwrightError | None:
-    """What is wrong with this rank's microbatches, or with its share of the step, or None."""
+    """Return what is wrong with this rank's microbatches or its share of the step, or None."""
     defect = defect_of(microbatches, terms.vocab_size)
     defect = defect or _length_defect(microbatches, terms.sequence_multiple, cp_size)
     if defect is not None:
@@ -89,7 +87,7 @@ def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> M
 
 
 def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> str | None:
-    """What is wrong with this rank's microbatches, whoever trains on them, or None."""
+    """Return what is wrong with this rank's microbatches for any trainer, or None."""
     if not isinstance(microbatches, Sequence) or not microbatches:
         return f"microbatches must be a non-empty sequence of mappings, not {type(microbatches).__name__} (or empty)."
     for index, batch in enumerate(microbatches):
@@ -120,10 +118,9 @@ def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> s
 
 
 def _restarts(batch: Batch) -> bool:
-    """Whether a batch has a mask, and positions that restart among a row's unmasked tokens.
+    """Return whether a batch has a mask, and positions that restart among a row's unmasked tokens.
 
-    See [Note: packed documents]. False where the mask is not a row's: one of each query and key can keep documents
-    apart by itself.
+    False for a mask of queries and keys, which can keep documents apart by itself.
     """
     positions, mask, shape = batch.get("position_ids"), batch.get("attention_mask"), batch["input_ids"].shape
     if positions is None or mask is None or mask.shape != shape or positions.shape not in (shape, (1, shape[1])):

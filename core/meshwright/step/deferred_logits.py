@@ -1,9 +1,8 @@
-"""Logits that a model passes on without any of them having been computed.
+"""Logits that a model passes on before any of them is computed.
 
-The head of a model answers with a `DeferredLogits` while its loss is computed by rows. What the model does to it behind
-the head (scaling, a soft cap, another dtype) is written down and done to the logits of each row later. Only what treats
-every entry alike is written down, so that it may be done to some of the rows, and of the entries, by themselves;
-whatever else is asked of the logits is refused.
+While the loss is computed by rows, the head returns `DeferredLogits`. What the model does to them (scaling, a soft cap,
+a cast) is recorded and applied to the logits of each row later. Only operations that treat every entry alike are
+recorded; all others are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ModelError
-from .vocabulary import WHOLE, Vocabulary
+from .token_statistics import WHOLE, Vocabulary
 
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous"})
 _ENTRYWISE = _CASTS | {"mul", "rmul", "div", "truediv", "true_divide", "add", "radd", "sub", "neg", "tanh"}
@@ -35,11 +34,11 @@ class Source:
     """Where logits come from.
 
     Attributes:
-        hidden: what the head was given, (..., H).
-        run: the head: (..., H) to (..., L), L of the entries of the vocabulary.
-        steps: what was done to its answer.
-        only_casts: whether nothing was, but for changes of dtype that lose nothing.
-        vocabulary: how the entries lie over ranks.
+        hidden: input of the head, (..., H).
+        run: the head: (..., H) to (..., L), for L entries of the vocabulary.
+        steps: what was done to its result.
+        only_casts: the steps are casts to dtypes that lose nothing.
+        vocabulary: how the entries are divided over ranks.
     """
 
     hidden: Tensor
@@ -49,7 +48,7 @@ class Source:
     vocabulary: Vocabulary = WHOLE
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of some rows of hidden states, (..., H)."""
+        """Compute the logits of some rows of hidden states, (..., H)."""
         logits = self.run(hidden)
         for step in self.steps:
             logits = step(logits)
@@ -57,20 +56,19 @@ class Source:
 
 
 class DeferredLogits(Tensor):
-    """See the module. It has a shape and a dtype, lies on no device, and tells that of the hidden states."""
+    """See the module. Has a shape and a dtype, and reports the device of the hidden states."""
 
     source: Source
 
     @staticmethod
     def of(source: Source, features: int, dtype: torch.dtype) -> DeferredLogits:
-        """What stands for (..., features) logits of a dtype."""
         shape = (*source.hidden.shape[:-1], features)
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredLogits)
         made.source = source
         return made
 
     def divided(self, vocabulary: Vocabulary) -> DeferredLogits:
-        """The same, as a part of the entries of a vocabulary that ranks share."""
+        """Return the same as a part of a vocabulary that ranks share."""
         return DeferredLogits.of(replace(self.source, vocabulary=vocabulary), self.shape[-1], self.dtype)
 
     @classmethod
@@ -100,14 +98,14 @@ class DeferredLogits(Tensor):
 
 
 def _is_one_for_all(value: Any) -> bool:
-    """Whether a factor, or an option, is the same for all entries, and does not train."""
+    """Return whether an operand is the same for all entries and does not train."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.requires_grad
     return isinstance(value, _VALUES)
 
 
 def _after(func: Any, args: list[Any], place: int, options: dict[str, Any], *, loses_nothing: bool) -> DeferredLogits:
-    """The logits that an entrywise function will make of one of its arguments."""
+    """Return the logits that an entrywise function will make of one of its arguments."""
     before: DeferredLogits = args[place]
 
     def step(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a model's forward is called with beside the batch."""
+"""Arguments of a model's forward besides the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
-    """What a forward is called with beside the batch, as far as it takes that: no key-value cache.
+    """Return the options with which a model's forward is always called: no key-value cache, as far as it takes them.
 
     Args:
-        in_parts: a rank runs a part of the layers or positions, see [Note: noted logits] in `router_loss`.
+        in_parts: a rank runs a part of the layers or positions; see [Note: noted logits] in `router_loss`.
     """
     options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
     taken = inspect.signature(model.forward).parameters
@@ -27,17 +27,16 @@ def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, An
 
 
 def forward_takes(model: nn.Module) -> frozenset[str]:
-    """The names that a model's forward takes; what else a batch holds is an objective's, where there is one."""
+    """Return the names of a forward's arguments; other entries of a batch belong to the objective."""
     signatures = (inspect.signature(each.forward) for each in (model, _below_adapters(model)))
     return frozenset(name for each in signatures for name in each.parameters)
 
 
 def _below_adapters(model: nn.Module) -> nn.Module:
-    """The model that peft has wrapped, or a model itself."""
     found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return found
 
 
 def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`forward_options` for a run that tells the logits of all routers."""
+    """Return `forward_options` for a run that returns the logits of all routers."""
     return {name: value or name == "output_router_logits" for name, value in options.items()}

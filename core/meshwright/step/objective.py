@@ -1,19 +1,23 @@
-"""An objective in the place of the token loss: what is asked of it, its trial, and its calls in a step.
+"""Objectives in place of the token loss: their requirements and their calls in a step.
 
 [Note: objectives] An objective is called as `objective(tokens, columns)` for each microbatch. `tokens` is a `Tokens`,
-or an `Outputs` where `objective.on` is "outputs", for models whose head is not that of a vocabulary; `columns` are the
-entries of the batch that the model's forward does not name, of whole sequences: (B,), (B, S) or (B, S, K). It returns
-the sum over the microbatch's tokens or sequences, scalar, with a gradient through what it was given, and may return a
-mapping of further sums beside it, scalars, which the manager adds up as `last_sums`.
-It may have attributes beside `on`: `columns`, entries of the batch that it cannot do without; `rows`, how many rows of
-a microbatch, one behind the other, belong together (2 for pairs); `check(batch)`, which raises where it cannot take a
-microbatch; `count(batch)`, an int: by what its sum is divided, counted over microbatches on the host, in the place of
-unmasked targets; and `name`, for messages. Entry s of a column (B, S) goes with what is known at position s: the
-prediction of token s + 1. Rows without any label (with which ranks are given equally many microbatches) should add
-nothing.
+or an `Outputs` if `objective.on` is "outputs", for models whose head is not that of a vocabulary. `columns` are the
+entries of the batch that the model's forward does not take, of whole sequences: (B,), (B, S) or (B, S, K). It returns
+the sum over the microbatch's tokens or sequences, scalar, with a gradient, and optionally a mapping of further sums,
+scalars, which the manager adds up as `last_sums`. Optional attributes:
 
-[Note: a failure in a step] Where an objective fails on one rank in the middle of a step, this rank goes on with 0, so
-that no other waits for it; when the step has ended, all ranks raise the error, and nothing is trained.
+- `on`: see above;
+- `columns`: entries of the batch that it requires;
+- `rows`: number of consecutive rows that belong together (2 for pairs);
+- `check(batch)`: raises for a microbatch that it cannot take;
+- `count(batch)`: int, counted on the host; the sum is divided by its total in place of the unmasked targets;
+- `name`: its name in messages.
+
+Entry s of a column (B, S) belongs to position s: the prediction of token s + 1. Rows without labels, which even out the
+number of microbatches over ranks, should add nothing.
+
+[Note: a failure in a step] If an objective fails on one rank during a step, this rank continues with 0, so that no
+other waits for it. At the end of the step all ranks raise the error, and nothing is trained.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
 """
@@ -31,8 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import BatchError, ConfigError, MeshwrightError, NotFiniteError
-from ..strategy.contract import Batch, Objective
-from .token_statistics import Statistic
+from ..base.types import Batch, Objective, TokenStatistic
 from .tokens import Outputs, Sequences, Tokens
 
 OF_MODEL = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
@@ -46,66 +49,66 @@ class Given:
     """An objective, as it was given for a model.
 
     Attributes:
-        objective: called as `StrategyManager.forward_backward` says.
+        objective: see [Note: objectives].
         taken: entries of a batch that the model's forward takes.
-        usual: what it has asked of tokens, see `Tokens`.
+        usual: what it has asked of tokens; see `Tokens`.
     """
 
     objective: Objective
     taken: frozenset[str] = OF_MODEL
-    usual: set[Statistic] = field(default_factory=set)
+    usual: set[TokenStatistic] = field(default_factory=set)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Given) and self.is_of(other.objective) and self.taken == other.taken
 
     def is_of(self, objective: Objective) -> bool:
-        """Whether it is this very one; a method is another object each time that it is looked up."""
+        """Return whether it is this very objective; a bound method is a new object at each access."""
         return objective is self.objective or (isinstance(objective, MethodType) and objective == self.objective)
 
     @property
     def name(self) -> str:
-        """By which errors call it."""
+        """Its name in errors."""
         own = getattr(self.objective, "name", None) or getattr(self.objective, "__name__", None)
         return f"objective {own if isinstance(own, str) else type(self.objective).__name__!r}"
 
-    def expect(self, names: Sequence[Statistic]) -> None:
-        """These will be asked of tokens from now on, and nothing else."""
+    def expect(self, names: Sequence[TokenStatistic]) -> None:
+        """Replace `usual`."""
         self.usual.clear()
         self.usual.update(names)
 
     @property
     def on(self) -> Literal["tokens", "outputs"]:
-        """What its first argument is: `Tokens` or `Outputs`."""
+        """Its first argument: `Tokens` or `Outputs`."""
         return getattr(self.objective, "on", "tokens")
 
     @property
     def rows(self) -> int:
-        """How many rows of a microbatch, one behind the other, belong together."""
+        """Number of consecutive rows of a microbatch that belong together."""
         return getattr(self.objective, "rows", 1)
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
-        """The entries of a batch that are the objective's."""
+        """Return the entries of a batch that belong to the objective."""
         return {name: tensor for name, tensor in batch.items() if name not in self.taken}
 
     def inputs(self, batch: Batch) -> Batch:
-        """The others, which are the model's."""
+        """Return the entries that belong to the model."""
         return {name: tensor for name, tensor in batch.items() if name in self.taken}
 
     def whole(self, batch: Batch) -> dict[str, Tensor]:
-        """What the objective sees of a microbatch, whole, under keys of which `split_whole` knows."""
+        """Return what the objective sees of an undivided microbatch, under the keys that `split_whole` removes."""
         seen = self.columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
         return {_WHOLE + name: tensor for name, tensor in seen.items()}
 
     def signature(self, microbatches: Sequence[Batch]) -> int:
-        """A number that differs where ranks have other objectives, or other columns; 32 bits."""
+        """Return a 32-bit number that differs between other objectives and other columns."""
         columns = sorted((name, str(each.dtype), each.dim()) for name, each in self.columns(microbatches[0]).items())
         return 1 + zlib.crc32(repr((self.name, self.on, columns)).encode())
 
     def count(self, microbatches: Sequence[Batch]) -> int | None:
-        """By what the sum over a step is divided, of sound microbatches, on the host; None: by unmasked targets.
+        """Count what the sum is divided by, on the host; None: unmasked targets.
 
         Raises:
-            BatchError: the objective does not count.
+            BatchError: the objective's own count fails.
         """
         own: Callable[[Batch], int] | None = getattr(self.objective, "count", None)
         if own is None:
@@ -120,10 +123,10 @@ class Given:
         return sum(counts)
 
     def check(self, microbatches: Sequence[Batch], *, rows: int | None = None) -> None:
-        """Refuse what cannot be an objective, or what it cannot be called with; no collective.
+        """Refuse an invalid objective, and batches that it does not take; no collective.
 
         Args:
-            rows: of what a microbatch is cut into; None: it is not.
+            rows: of the pieces into which a microbatch is cut; None: it is not.
 
         Raises:
             BatchError: says what is wrong.
@@ -162,12 +165,12 @@ class Given:
 
 
 def without_columns(given: Given | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
-    """Microbatches without what is an objective's own, as the model takes them."""
+    """Return microbatches as the model takes them, without the objective's columns."""
     return microbatches if given is None else [given.inputs(batch) for batch in microbatches]
 
 
 def split_whole(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A divided batch without what `Given.whole` has added to it, and that."""
+    """Split a divided batch into the model's part and what `Given.whole` has added."""
     part = {name: tensor for name, tensor in batch.items() if not name.startswith(_WHOLE)}
     return part, {name.removeprefix(_WHOLE): batch[name] for name in batch.keys() - part.keys()}
 
@@ -176,13 +179,12 @@ class Tally:
     """An objective in one step or evaluation.
 
     Args:
-        given: the objective.
-        names: of what it adds up beside its value.
+        names: of its further sums.
 
     Attributes:
-        sums: of each name, over the calls so far; float64, in the order of the names.
-        is_wrong: whether a value was not finite; bool scalar on the device.
-        defect: what has gone wrong first on this rank; see [Note: a failure in a step].
+        sums: the further sums so far; float64, in the order of the names.
+        is_wrong: a value was not finite; bool scalar on the device.
+        defect: the first error on this rank; see [Note: a failure in a step].
     """
 
     def __init__(self, given: Given, names: Sequence[str], device: torch.device) -> None:
@@ -192,7 +194,7 @@ class Tally:
         self.defect: MeshwrightError | None = None
 
     def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
-        """The objective's value for a microbatch, scalar."""
+        """Return the objective's value for a microbatch, scalar."""
         value = None
         if self.defect is None:
             try:
@@ -216,10 +218,10 @@ class Tally:
             self.sums[index] += sums[name].detach()
 
     def error(self, is_wrong: bool) -> MeshwrightError | None:
-        """What is wrong on this rank.
+        """Return the error of this rank, if any.
 
         Args:
-            is_wrong: whether the value is not finite.
+            is_wrong: the value was not finite.
         """
         if self.defect is not None or not is_wrong:
             return self.defect
@@ -230,7 +232,7 @@ class Tally:
 
 
 def called(given: Given, seen: Sequences, columns: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What an objective returns, taken apart.
+    """Call an objective and return its value and further sums.
 
     Raises:
         ConfigError: it fails, or returns something else.

@@ -1,8 +1,8 @@
-"""Whether an objective is what it should be, before its first step.
+"""The trial of an objective before its first step.
 
-[Note: a sum] What an objective returns is added up over microbatches and ranks, so it must be a sum over sequences: of
-two groups of rows, that of both together. A mean over a microbatch would weigh tokens by how many others are in it.
-Before its first step each is tried with made-up statistics of the rows of a microbatch, and refused if it is none.
+[Note: a sum] What an objective returns is added up over microbatches and ranks, so it must be a sum over sequences: the
+values of two groups of rows must add up to that of both together. A mean over a microbatch would weigh tokens by how
+many others are in it. Each objective is tried with made-up statistics of some rows, and refused if it is no sum.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
 """
@@ -15,24 +15,14 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, ModelError
-from ..strategy.contract import IGNORED_LABEL, Batch
+from ..base.types import IGNORED_LABEL, Batch, TokenStatistic
 from .objective import Given, called
-from .recorder import Recorder
 from .token_loss import targets
-from .token_statistics import Statistic
-from .tokens import Outputs, Tokens
+from .tokens import Outputs, Recorder, Tokens
 
 
 def check_head(given: Given, shape: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse an objective over tokens of a model that does not predict any.
-
-    Args:
-        shape: of the model's logits.
-        vocab_size: of the model; None: not known.
-
-    Raises:
-        ModelError: the model's logits are not those of a vocabulary.
-    """
+    """Refuse an objective over tokens if the logits are not those of a vocabulary, with a ModelError."""
     if given.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
             f"the {given.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
@@ -41,18 +31,15 @@ def check_head(given: Given, shape: Sequence[int], vocab_size: int | None) -> No
 
 
 def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> tuple[str, ...]:
-    """Call an objective with made-up statistics for some rows of a microbatch; see [Note: a sum].
+    """Call an objective with made-up statistics of some rows; return the names of its further sums. See [Note: a sum].
 
     Args:
-        batch: the microbatch, whole, on the device of the step.
-        features: on outputs: of a head over tokens, or of one over sequences if negative.
+        batch: undivided, on the device of the step.
+        features: for `on = "outputs"`: of a head over tokens; negative for a head over sequences.
         dtype: of statistics.
 
-    Returns:
-        The names of its further sums, in alphabetical order.
-
     Raises:
-        ConfigError: it is not what it should be.
+        ConfigError: it is no sum, or has no gradient.
     """
     if isinstance(given.objective, Recorder):
         return ()
@@ -75,7 +62,7 @@ def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) 
 
 
 class _Few:
-    """Two groups of rows of a microbatch, the second a copy of the first where there is no other."""
+    """Two groups of rows of a microbatch; the second repeats the first if there is no other."""
 
     def __init__(self, given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
         self._given, self._features = given, features
@@ -91,11 +78,11 @@ class _Few:
         self._noise = noise.to(labels.device, dtype).requires_grad_()
 
     def called(self, start: int, stop: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """With the groups from `start` to `stop`."""
+        """Call the objective with the groups from `start` to `stop`."""
         rows = slice(start * self._given.rows, stop * self._given.rows)
         noise_BS, positions = self._noise[rows], None if self._positions is None else self._positions[rows]
 
-        def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> Mapping[str, Tensor]:
+        def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
             found: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
             unlikely_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
             found["log_probs"] = torch.where(ids_BSK != IGNORED_LABEL, -unlikely_BSK, 0.0)

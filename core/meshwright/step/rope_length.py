@@ -1,9 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of what they see, told one length for a whole step.
+"""Rotary embeddings whose frequencies depend on the sequence length, given one length for a whole step.
 
-transformers' `longrope` and `dynamic` choose frequencies by the largest position of a forward, over all of its rows,
-and `dynamic` keeps those of the longest forward that it has seen. So a row would train with other frequencies in the
-same microbatch as a longer one, or after a longer step. Within a step they get the longest row of all microbatches of
-all ranks instead, which no division of the step changes; outside of steps, the length of the forward alone.
+transformers' `longrope` and `dynamic` choose frequencies by the largest position of a forward, over all rows, and
+`dynamic` keeps those of the longest forward so far. So a row's frequencies would depend on other rows and steps. Within
+a step they get the longest row of all microbatches of all ranks; outside of steps, the length of the forward alone.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from .._compat.transformers import forget_length, length_dependent_ropes
 
 
 class RopeLength:
-    """The length that the rotary embeddings of one model are told.
+    """The length given to the rotary embeddings of one model.
 
     Args:
-        model: before it is sharded. Embeddings that look at no length are left alone.
+        model: unsharded. Embeddings that do not depend on the length are left alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +33,7 @@ class RopeLength:
 
     @contextmanager
     def within_step(self, length: int) -> Iterator[None]:
-        """Tell the length [tokens] of the longest row of a step, on all ranks."""
+        """Set the length [tokens] of the longest row of a step, on all ranks."""
         self._length = length
         try:
             yield
@@ -57,7 +56,7 @@ class RopeLength:
 
 @contextmanager
 def without_history(model: nn.Module) -> Iterator[None]:
-    """Let no forward depend on the length of the one before."""
+    """Context in which no forward depends on the length of the one before."""
     with ExitStack() as hooks:
         for rope in length_dependent_ropes(model):
             hooks.callback(rope.register_forward_pre_hook(_forget, with_kwargs=True).remove)
@@ -70,11 +69,10 @@ def _forget(rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Hidden states, positions (..., S), and perhaps the type of the layer, given with and without names."""
+    """Return hidden states, positions (..., S), and the type of the layer if it is given."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     return tuple(given[name] for name in ("x", "position_ids", "layer_type") if given.get(name) is not None)
 
 
 def _without_last(table: Tensor) -> Tensor:
-    """A table (..., S + 1, D) without what was appended."""
     return table[..., :-1, :]

@@ -2,16 +2,15 @@
 
 Shapes: T tokens of a microbatch on this rank, E experts, K of which each token takes.
 
-[Note: the router loss] Of one microbatch it is E x sum over experts of f x p, where f is the part of all choices that
-an expert gets, times K, and p its mean probability, both over all tokens and layers. That is no sum over tokens: means
-of ranks' losses would be another loss. So the microbatches with the same index on all ranks count as one, f and the
-number of tokens are summed over ranks, and each rank adds its tokens' share of p: the shares sum to the loss of one
-process that sees all these tokens. A step adds the mean over its microbatches, times `router_aux_loss_coef`.
+[Note: the router loss] For one microbatch it is E x sum over experts of f x p: f is an expert's fraction of all
+choices, times K, and p its mean probability, both over all tokens and layers. A mean of ranks' losses would be another
+loss. So microbatches with the same index on all ranks count as one: f and the number of tokens are summed over ranks,
+and each rank adds its tokens' share of p. A step adds the mean over its microbatches, times `router_aux_loss_coef`.
 
-[Note: noted logits] Where a rank runs a part of the positions, or of the layers, the model's own code would compute the
-loss of that part, or fail. So it is told not to (output_router_logits=False), and what its routers give is noted as it
-runs. Which modules these are, a run on a few tokens tells: those that return the very tensors which the model returns.
-Source: Fedus et al. 2021, arXiv:2101.03961, equations (4) to (6), as transformers computes it.
+[Note: noted logits] On a rank that runs a part of the positions or layers, the model's own code would compute the loss
+of that part, or fail. So it runs with output_router_logits=False, and hooks record what its routers return. Routers are
+the modules that, in a run on a few tokens, return the very tensors which the model returns. Source: Fedus et al. 2021,
+arXiv:2101.03961, equations (4) to (6), as transformers computes it.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ from ..base.errors import ModelError
 class RouterLoss:
     """The router loss of one model, whose configuration has output_router_logits=True.
 
-    Args:
-        config: of the model.
-
     Raises:
-        ModelError: it lacks the loss's coefficient, or the number of experts of a token.
+        ModelError: the configuration lacks the loss's coefficient or the number of experts of a token.
     """
 
     def __init__(self, config: Any) -> None:
@@ -49,24 +45,15 @@ class RouterLoss:
         self._coefficient, self._choices = float(coefficient), int(choices)
 
     def share(self, sums: Tensor, *, group: dist.ProcessGroup, microbatches: int) -> Tensor:
-        """This rank's share of a microbatch's part of the loss, scalar. Collective.
-
-        Args:
-            sums: of this rank's tokens over all layers, as `sums` gives them.
-            group: the ranks that see different tokens.
-            microbatches: of the step.
-        """
+        """Return this rank's share of a microbatch's part of the loss, scalar, given its `sums`. Collective over
+        `group`, the ranks with different tokens."""
         chosen_E, probable_E, tokens = _parts(sums)
         every = torch.cat([chosen_E, tokens[None]]).detach()
         dist.all_reduce(every, group=group)
         return self._loss(every[:-1], probable_E, every[-1]) * (self._coefficient / microbatches)
 
     def check(self, outputs: Any, mask: Tensor | None) -> None:
-        """Refuse a model whose own router loss is another. No communication.
-
-        Raises:
-            ModelError: tells both values.
-        """
+        """Refuse a model whose own router loss differs, with a ModelError. No communication."""
         own = getattr(outputs, "aux_loss", None)
         logits = getattr(outputs, "router_logits", None)
         if not isinstance(own, Tensor) or not isinstance(logits, tuple) or not all(each.dim() == 2 for each in logits):
@@ -87,12 +74,10 @@ class RouterLoss:
             )
 
     def sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """Over tokens and layers: how often each expert is chosen, its summed probabilities, and the number of tokens
-        that are not masked, once for each layer; (2 E + 1,), float32, or float64 for float64 logits.
+        """Sum each expert's choices and probabilities over tokens and layers, and count the unmasked tokens of each
+        layer.
 
-        Args:
-            logits: (T, E) for each layer.
-            mask: not 0 for tokens that count, T elements; None: all do.
+        Takes logits, (T, E) for each layer, and a mask of T elements, or None; returns (2 E + 1,), float32 or float64.
         """
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights_T = logits[0].new_ones(logits[0].shape[0], dtype=dtype) if mask is None else mask.flatten().to(dtype)
@@ -113,7 +98,7 @@ class RouterLoss:
 
 
 def _parts(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices and summed probabilities of each expert, (E,), and the number of tokens."""
+    """Split sums into choices and probabilities of each expert, (E,), and the number of tokens."""
     experts = sums.shape[0] // 2
     return sums[:experts], sums[experts:-1], sums[-1]
 
@@ -123,15 +108,15 @@ class Routers:
     """The modules of a model that route tokens; see [Note: noted logits].
 
     Attributes:
-        places: where each gives its logits: None for what it returns, or an index into that; by the module's name.
-        experts: that each chooses from.
+        places: index of the logits in each module's result, None if they are the result; by the module's name.
+        experts: number of experts.
     """
 
     places: Mapping[str, int | None]
     experts: int
 
     def watch(self, model: nn.Module) -> Notes:
-        """Note what the routers that `model` has give, from now on."""
+        """Record what the routers of `model` return from now on."""
         notes = Notes()
         for name, module in model.named_modules():
             if name in self.places:
@@ -147,7 +132,7 @@ class Notes:
 
     @contextmanager
     def noting(self) -> Iterator[list[Tensor]]:
-        """Around one forward: yields the list to which logits are added. What is computed again in backward is not."""
+        """Yield the list to which the logits of one forward are added, without those of recomputation in backward."""
         noted: list[Tensor] = []
         self._open = noted
         try:
@@ -156,7 +141,7 @@ class Notes:
             self._open = None
 
     def hook(self, place: int | None) -> Callable[[nn.Module, Any, Any], None]:
-        """A forward hook for one router."""
+        """Return a forward hook for one router."""
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
             if self._open is not None:
@@ -166,13 +151,10 @@ class Notes:
 
 
 def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> Routers:
-    """The routers of a model whose configuration asks for their loss.
-
-    Args:
-        run: runs the model on a few tokens, none of them masked, and gives its outputs with the logits of routers.
+    """Find the routers of a model, by a `run` on a few unmasked tokens that returns their logits, too.
 
     Raises:
-        ModelError: its router loss is another than ours, or what computes the logits is not found.
+        ModelError: its router loss is not ours, or the modules that compute the logits are not found.
     """
     found: dict[int, tuple[str, int | None]] = {}
     # So that no other tensor takes the identity of one that is seen.

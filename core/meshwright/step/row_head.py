@@ -1,12 +1,12 @@
 """The head of a model, asked for the loss or statistics of its tokens instead of their logits.
 
-[Note: within the forward] What is asked for is computed at the end of the model's own forward: there the head's
-parameters are gathered, and stand in their modules as the forward sees them, whatever a strategy does to them before
-and after. The model returns the answer in the place of its logits, with the rest of its outputs.
+[Note: within the forward] What is asked for is computed at the end of the model's own forward, where the head's
+parameters are gathered and in place, whatever a strategy does to them before and after. The model returns the answer in
+place of its logits.
 
-[Note: the way out] Around the model's forward, strategies change the dtype of what it returns, and look for the tensors
-of its outputs in backward. So what is returned is an anchor, a scalar that leads to the answer in the graph; the answer
-and its gradient pass by it, in their own dtype.
+[Note: the way out] Strategies cast what the model's forward returns, and look for its tensors in backward. So the
+forward returns an anchor, a scalar that leads to the answer in the graph; the answer and its gradient bypass it in
+their own dtype.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class RowHead:
     """The head of one model; see the module.
 
     Args:
-        model: before anything is sharded. Its forward and the head's are put into something that does nothing unless
-            `ask` is called.
+        model: unsharded. Its forward and the head's are wrapped; the wrappers do nothing outside of `ask`.
         name: of the head.
 
     Attributes:
-        entries: of the whole vocabulary; None: the head does not tell.
-        waiting: what `token_loss` takes.
+        entries: of the whole vocabulary; None: unknown.
+        waiting: argument of `token_loss`.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -58,17 +57,10 @@ class RowHead:
         return None if self._answer is None else self._answer[0]
 
     def ask(self, run: Callable[[], Any], consume: Consume) -> tuple[Tensor, Any]:
-        """Run the model and consume its deferred logits.
+        """Run the sharded model, whose head must have run before, and consume its deferred logits within its forward.
 
-        Args:
-            run: calls the model, as it is sharded; its head must have run before.
-            consume: makes a tensor of the logits, within the model's forward.
-
-        Returns:
-            What `consume` gave, with its gradient, and what `run` gave.
-
-        Raises:
-            RowsError: the logits are not computed row by row.
+        Returns the result of `consume`, with its gradient, and that of `run`. RowsError if the logits are not computed
+        row by row.
         """
         crossing = _Crossing()
         self._consume = lambda logits: _Leave.apply(consume(logits), crossing)
@@ -80,11 +72,7 @@ class RowHead:
         return answer, outputs
 
     def rows(self, logits: DeferredLogits) -> Rows:
-        """What deferred logits are made of; within the model's forward.
-
-        Raises:
-            RowsError: the head's parameters are not there any more.
-        """
+        """Return the rows of deferred logits, within the forward; RowsError if the head's parameters are gone."""
         source = logits.source
         device = source.hidden.device.type
         is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -139,7 +127,7 @@ class RowHead:
 
 @contextmanager
 def _placed(slots: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Tensors in the places of parameters, as they were in the model's forward."""
+    """Put tensors in the places of parameters, as in the model's forward."""
     before = [own_parameters(module)[name] for module, name in slots]
     for (module, name), tensor in zip(slots, tensors, strict=True):
         own_parameters(module)[name] = tensor
@@ -154,7 +142,7 @@ def _placed(slots: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -
 
 
 class _Crossing:
-    """What passes by the anchor; see [Note: the way out]."""
+    """What bypasses the anchor; see [Note: the way out]."""
 
     value: Tensor
     gradient: Tensor

@@ -1,11 +1,11 @@
-"""Loss and statistics of tokens from rows of hidden states, so that logits never live but for a chunk of rows.
+"""Loss and statistics of tokens from rows of hidden states, with logits of one chunk of rows at a time.
 
-[Note: by rows] Rows go through the head in chunks. For the loss, whose gradient is known but for a factor, those of
-hidden states and weights are made while a chunk's logits are there, and backward only scales them. For other uses, and
-while gradients that were made so are still waiting for their backward (in a pipeline, many forwards may come first),
-rows are computed once more in backward, chunk by chunk.
+[Note: by rows] Rows go through the head in chunks. The gradient of the loss is known up to a factor, so gradients of
+hidden states and weights are computed while a chunk's logits are there, and backward only scales them. For other uses,
+and while such gradients still wait for their backward (in a pipeline, many forwards may come first), rows are computed
+once more in backward, chunk by chunk.
 
-In half precision each product is rounded as it is for whole logits. Only the sum of a weight's gradient over chunks is
+In half precision each product is rounded as for whole logits. Only the sum of a weight's gradient over chunks is
 rounded once for each chunk, as that over microbatches is.
 
 Shapes: N rows, one for each position of a microbatch, H features each, C of them in a chunk, K ids for each; V entries
@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..base.errors import StrategyError
-from .token_statistics import Exponentials, Measures, Statistic, measure
-from .vocabulary import WHOLE, Vocabulary
+from ..base.types import TokenStatistic
+from .token_statistics import WHOLE, Exponentials, Measures, Vocabulary, measure
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Projection:
     """What makes logits of rows.
 
     Attributes:
-        call: `call(rows_CH, tensors)`: logits (C, L), of which each row depends on that row alone.
-        is_linear: whether it is `F.linear(rows_CH, *tensors)`.
-        vocabulary: how the entries of logits lie over ranks.
+        call: `call(rows_CH, tensors)` returns logits (C, L), each row of which depends on that row alone.
+        is_linear: it is `F.linear(rows_CH, *tensors)`.
+        vocabulary: how the entries of logits are divided over ranks.
     """
 
     call: Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -47,12 +47,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of hidden states on their way into logits.
+    """Rows of hidden states and what makes logits of them.
 
     Attributes:
         hidden_NH: contiguous.
-        tensors: what takes part besides, and may have gradients: a head's weight, say.
-        projection: of both.
+        tensors: further inputs, which may have gradients, such as a head's weight.
     """
 
     hidden_NH: Tensor
@@ -63,28 +62,29 @@ class Rows:
     def linear(
         cls, hidden: Tensor, weight_LH: Tensor, bias_L: Tensor | None = None, *, vocabulary: Vocabulary = WHOLE
     ) -> Rows:
-        """Rows of (..., H) before a linear head, all of one dtype."""
+        """Return the rows of (..., H) before a linear head, all of one dtype."""
         tensors = (weight_LH,) if bias_L is None else (weight_LH, bias_L)
         hidden_NH = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         return cls(hidden_NH, tensors, Projection(lambda x, given: F.linear(x, *given), True, vocabulary))
 
     @classmethod
     def of_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = WHOLE) -> Rows:
-        """Logits that are there already, (..., L)."""
+        """Return the rows of existing logits, (..., L)."""
         # A rank may have no entry, from which a number of rows cannot be found.
         flat = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]).contiguous()
         return cls(flat, (), Projection(lambda x, given: x, False, vocabulary))
 
 
-def token_statistics(rows: Rows, ids_NK: Tensor, names: Sequence[Statistic], *, chunk_rows: int) -> dict[str, Tensor]:
-    """Statistics of tokens, with gradients but for "is_top1". Collective where ranks share the vocabulary.
+def token_statistics(
+    rows: Rows, ids_NK: Tensor, names: Sequence[TokenStatistic], *, chunk_rows: int
+) -> dict[str, Tensor]:
+    """Compute statistics of tokens, with gradients except for "is_top1". Collective if ranks share the vocabulary.
 
     Args:
         rows: one for each token.
-        ids_NK: int64, K >= 0 ids for each row, whose log-probabilities are asked for; "is_top1" is about the first.
-            `IGNORED_LABEL` where none is, which gives 0 and False.
-        names: of the statistics.
-        chunk_rows: rows of which logits are held at once, at least 1.
+        ids_NK: int64, K >= 0 ids for each row, whose log-probabilities are returned; "is_top1" is about the first.
+            `IGNORED_LABEL` for none, which gives 0 and False.
+        chunk_rows: rows whose logits are held at once, at least 1.
 
     Returns:
         For each name (N,), float32, or float64 for float64 rows; (N, K) for "log_probs"; bool for "is_top1".
@@ -100,15 +100,13 @@ def token_statistics(rows: Rows, ids_NK: Tensor, names: Sequence[Statistic], *, 
 def token_loss(
     rows: Rows, targets_N: Tensor, num_tokens: Tensor, *, chunk_rows: int, waiting: WeakSet[Any] | None = None
 ) -> Tensor:
-    """The sum of the cross entropy over unmasked targets [nats] divided by `num_tokens`, scalar; see [Note: by rows].
+    """Sum the cross entropy over unmasked targets [nats], divided by `num_tokens`; scalar. See [Note: by rows].
 
     Args:
         rows: one for each target.
         targets_N: int64, the id that each row predicts; `IGNORED_LABEL` for none.
-        num_tokens: what the loss is divided by.
-        chunk_rows: rows of which logits are held at once, at least 1.
-        waiting: of losses with the same weights, those gradients that were made ahead and no backward has taken; these
-            will be added.
+        chunk_rows: rows whose logits are held at once, at least 1.
+        waiting: gradients of losses with the same weights that no backward has taken yet; this loss adds its own.
     """
     factor = torch.ones((), dtype=_wide(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
     inputs = (rows.hidden_NH, *rows.tensors)
@@ -125,7 +123,7 @@ def token_loss(
 
 
 def _parts(rows: int, chunk_rows: int) -> Iterator[slice]:
-    """Even parts of at most `chunk_rows`."""
+    """Split rows into even parts of at most `chunk_rows`."""
     count = -(-rows // chunk_rows)
     bounds = [index * rows // count for index in range(count + 1)] if count else [0]
     return (slice(start, stop) for start, stop in pairwise(bounds))
@@ -153,11 +151,10 @@ class _Chunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
         return self._logits_CL.dtype
 
     def wide(self) -> Tensor:
-        """The logits, in memory that may be written; once."""
+        """Return the logits in memory that may be overwritten; once."""
         logits_CL = self._logits_CL.detach()
         dtype = _wide(logits_CL.dtype)
         # What was recorded may have saved them, and what nothing was done to is the input.
@@ -167,7 +164,7 @@ class _Chunk:
         return owned
 
     def add(self, gradient_CL: Tensor, part: slice, sums: Sums) -> None:
-        """Add what a gradient of the logits makes of the gradients of rows and tensors."""
+        """Add to the gradients of rows and tensors what a gradient of the logits contributes."""
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
             asked = [index for index, needed in enumerate(self.needs) if needed]
@@ -189,8 +186,7 @@ class Sums:
     """Gradients of hidden states and tensors, to which chunks add theirs.
 
     Args:
-        hidden_NH: all rows.
-        needs: as `_Chunk` has them.
+        needs: as in `_Chunk`.
     """
 
     def __init__(self, hidden_NH: Tensor, needs: Sequence[bool]) -> None:
@@ -198,7 +194,7 @@ class Sums:
         self._tensors: list[Tensor | None] = [None] * (len(needs) - 1)
 
     def add(self, index: int, gradient: Tensor | None, part: slice) -> None:
-        """Of rows (index 0) or a tensor (from 1)."""
+        """Add to the gradient of rows (index 0) or of a tensor (from 1)."""
         if index == 0 and self.hidden_NH is not None:
             self.hidden_NH[part] = 0.0 if gradient is None else gradient
         elif index > 0 and gradient is not None:
@@ -206,7 +202,7 @@ class Sums:
             self._tensors[index - 1] = gradient if before is None else before.add_(gradient)
 
     def add_product(self, left_LC: Tensor, right_CH: Tensor) -> None:
-        """Of the first tensor, a product of matrices."""
+        """Add a product of matrices to the gradient of the first tensor."""
         before = self._tensors[0]
         self._tensors[0] = left_LC @ right_CH if before is None else before.addmm_(left_LC, right_CH)
 
@@ -216,11 +212,11 @@ class Sums:
 
 
 def _add_loss(chunk: _Chunk, part: slice, targets_C1: Tensor, factor: Tensor, sums: Sums) -> Tensor:
-    """The sum of a chunk's log-probabilities; `factor` times the gradients of the loss join the others."""
+    """Return the sum of a chunk's log-probabilities; add `factor` times the gradients of the loss to `sums`."""
     vocabulary = chunk.projection.vocabulary
     measures, exponentials = measure(chunk.wide(), targets_C1, vocabulary, ["log_probs"])
     if any(chunk.needs):
-        weights: dict[Statistic, Tensor] = {"log_probs": -factor.expand(targets_C1.shape)}
+        weights: dict[TokenStatistic, Tensor] = {"log_probs": -factor.expand(targets_C1.shape)}
         chunk.add(exponentials.gradient(measures, targets_C1, vocabulary, weights, chunk.dtype), part, sums)
     return measures.values("log_probs", targets_C1).sum()
 
@@ -229,7 +225,7 @@ def _add_loss(chunk: _Chunk, part: slice, targets_C1: Tensor, factor: Tensor, su
 
 
 class _Loss(torch.autograd.Function):
-    """See `token_loss`; gradients are made in forward."""
+    """See `token_loss`; gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -266,14 +262,14 @@ class _Loss(torch.autograd.Function):
 
 
 class _Statistics(torch.autograd.Function):
-    """See `token_statistics`; one for each name."""
+    """See `token_statistics`; one output for each name."""
 
     @staticmethod
     def forward(
         ctx: Any,
         projection: Projection,
         ids_NK: Tensor,
-        names: tuple[Statistic, ...],
+        names: tuple[TokenStatistic, ...],
         chunk_rows: int,
         hidden_NH: Tensor,
         *tensors: Tensor,

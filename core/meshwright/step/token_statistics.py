@@ -1,30 +1,43 @@
-"""What is known of a token from its logits, and the gradients of that, for one chunk of rows at a time.
+"""Statistics of tokens and their gradients from logits, for one chunk of rows at a time.
 
-All of it follows from four sums over the vocabulary, of which ranks that share it exchange their parts in one message.
-With p = softmax(l): d logsumexp / dl = p, d log_prob / dl = onehot - p, d entropy / dl = -p (l - E[l]), and
-d mean_logit / dl = 1 / V. So no graph is recorded, and the exponentials lie where the logits have been.
+All follow from four sums over the vocabulary, which ranks that share it exchange in one message. With p = softmax(l): d
+logsumexp / dl = p, d log_prob / dl = onehot - p, d entropy / dl = -p (l - E[l]), and d mean_logit / dl = 1 / V. So no
+graph is recorded, and the exponentials take the memory of the logits.
 
-Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the cross entropy of a divided vocabulary.
-Shapes: C rows of a chunk, K ids of each; V entries of the vocabulary, L of them on this rank, R ranks that share them.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the cross entropy of a divided vocabulary. Shapes: C rows
+of a chunk, K ids of each; V entries of the vocabulary, L of them on this rank, R ranks that share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..strategy.contract import IGNORED_LABEL
-from .vocabulary import Vocabulary
+from ..base.types import IGNORED_LABEL, TokenStatistic
 
-Statistic = Literal["log_probs", "logsumexp", "entropy", "mean_logit", "is_top1"]
-"""Of a row of logits: the logarithm of the probability of each given id, that of the sum of all exponentials, the
-entropy of the distribution (all [nats]), the mean of the logits, and whether none is higher than that of the first
-given id."""
-STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+
+class Vocabulary:
+    """How the entries of logits are divided over ranks: not at all here. `start` is the first entry of this rank."""
+
+    start: int = 0
+
+    def size(self, local: int) -> int:
+        """Return the number of all entries, given that of this rank."""
+        return local
+
+    def each(self, local: Tensor) -> Tensor:
+        """Stack the tensors of ranks that share the entries along a new first dim, without autograd. Collective."""
+        return local[None]
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Gather the logits of all entries; without autograd. Collective likewise."""
+        return logits
+
+
+WHOLE = Vocabulary()
 
 
 @dataclass(frozen=True)
@@ -33,10 +46,10 @@ class Measures:
 
     Attributes:
         log_sum: logsumexp of the logits.
-        highest: of the logits.
+        highest: highest logit.
         chosen: (C, K), the logits of the row's ids, 0 where it has none.
-        expected: the mean logit under the distribution; None where it was not asked for.
-        mean: the mean logit; likewise.
+        expected: mean logit under the distribution; None if it was not asked for.
+        mean: mean logit; likewise.
     """
 
     log_sum: Tensor
@@ -45,8 +58,8 @@ class Measures:
     expected: Tensor | None = None
     mean: Tensor | None = None
 
-    def values(self, name: Statistic, ids_CK: Tensor) -> Tensor:
-        """One statistic: (C, K) for "log_probs", 0 where there is no id, else (C,)."""
+    def values(self, name: TokenStatistic, ids_CK: Tensor) -> Tensor:
+        """Return one statistic: (C, K) for "log_probs", 0 where there is no id, else (C,)."""
         has_id_CK = ids_CK != IGNORED_LABEL
         if name == "log_probs":
             return torch.where(has_id_CK, self.chosen - self.log_sum[:, None], 0.0)
@@ -61,11 +74,7 @@ class Measures:
 
 
 class Exponentials:
-    """exp(logit - the row's highest logit on this rank), in the memory of the logits, which are lost.
-
-    Args:
-        logits_CL: floating point, float32 or wider.
-    """
+    """exp(logit - the row's highest logit on this rank), in the memory of the logits (float32 or wider)."""
 
     def __init__(self, logits_CL: Tensor) -> None:
         # A rank may have no entry at all, and a row no logit above -inf.
@@ -75,7 +84,7 @@ class Exponentials:
         self.values_CL = logits_CL.sub_(self.highest_C[:, None]).exp_()
 
     def expected_sum(self) -> Tensor:
-        """Of each row, the sum of exponential x logit, (C,)."""
+        """Return the sum of exponential x logit of each row, (C,)."""
         # entr(e) is -e log(e), and 0 at 0.
         return self.highest_C * self.values_CL.sum(-1) - torch.special.entr(self.values_CL).sum(-1)
 
@@ -84,17 +93,16 @@ class Exponentials:
         measures: Measures,
         ids_CK: Tensor,
         vocabulary: Vocabulary,
-        weights: Mapping[Statistic, Tensor],
+        weights: Mapping[TokenStatistic, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """The gradient of the sum of weight x statistic over rows with respect to the logits, (C, L), in the memory of
-        the exponentials, which are lost, if that has the dtype.
+        """Return the gradient of the sum of weight x statistic over rows with respect to the logits, (C, L).
+
+        It is rounded once, to `dtype`, and takes the memory of the exponentials, which are lost, if that has this
+        dtype.
 
         Args:
-            measures: of the same rows.
-            ids_CK: int64.
-            weights: of each row, (C,), or (C, K) for "log_probs", for some of the statistics.
-            dtype: of the gradient, which is rounded once.
+            weights: of each row, (C,), or (C, K) for "log_probs".
         """
         values_CL, none_C = self.values_CL, torch.zeros_like(self.highest_C)
         factor_C = (self.highest_C - measures.log_sum).exp_()
@@ -128,12 +136,12 @@ class Exponentials:
 
 
 def measure(
-    logits_CL: Tensor, ids_CK: Tensor, vocabulary: Vocabulary, names: Sequence[Statistic]
+    logits_CL: Tensor, ids_CK: Tensor, vocabulary: Vocabulary, names: Sequence[TokenStatistic]
 ) -> tuple[Measures, Exponentials]:
-    """Measure a chunk of rows. Collective where ranks share the vocabulary.
+    """Measure a chunk of rows. Collective if ranks share the vocabulary.
 
     Args:
-        logits_CL: floating point, float32 or wider, of this rank's entries; their memory is used.
+        logits_CL: floating point, float32 or wider, of this rank's entries; their memory is overwritten.
         ids_CK: int64, of the whole vocabulary; `IGNORED_LABEL` for none.
         names: what `Measures.values` will be asked for.
     """
@@ -160,7 +168,7 @@ def measure(
 
 
 def _local(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
-    """Whether each id is one of this rank's entries, and which, or 0."""
+    """Return whether each id is one of this rank's entries, and its index here, or 0."""
     local_CK = ids_CK - vocabulary.start
     here_CK = (ids_CK != IGNORED_LABEL) & (local_CK >= 0) & (local_CK < entries)
     return here_CK, torch.where(here_CK, local_CK, 0)

@@ -1,9 +1,8 @@
-"""What an objective is given: the tokens of one microbatch, or what a model with another head says of them.
+"""The argument of an objective: the tokens of one microbatch, or the outputs of a model with another head.
 
-[Note: whole sequences] An objective sees whole sequences on every rank. Where ranks share a sequence (`cp`), each
-computes what is asked for at its own positions, and all of them gather it: a number for each token, which is little
-beside hidden states. So whatever is made of a sequence is right without more ado; each of those ranks computes the same
-sum, of which it counts its part.
+[Note: whole sequences] An objective sees whole sequences on every rank. If ranks share a sequence (`cp`), each computes
+statistics at its own positions, and all gather them: one number for each token, little beside hidden states. So
+whatever is computed of a sequence is right; each of those ranks computes the same sum, and counts its part of it.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position, D documents, V entries of the
 vocabulary.
@@ -12,30 +11,27 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError
-from ..strategy.contract import IGNORED_LABEL
+from ..base.errors import BatchError, ConfigError
+from ..base.types import IGNORED_LABEL, Batch, TokenStatistic
 from .rows import Rows, token_statistics
 from .token_loss import targets
-from .token_statistics import Statistic
 
-Ask = Callable[[Tensor, Sequence[Statistic]], Mapping[str, Tensor]]
+Ask = Callable[[Tensor, Sequence[TokenStatistic]], Mapping[str, Tensor]]
 """`ask(ids_BSK, names)`: statistics with gradients, float32 or float64, (B, S) for each name, but (B, S, K) for
 "log_probs", which are those of the ids, 0 where an id is `IGNORED_LABEL`."""
 
 
 class Sequences:
-    """Where the sequences and documents of a microbatch are.
+    """The sequences and documents of a microbatch.
 
     Args:
-        targets_BS: int64, the label that each position predicts; `IGNORED_LABEL` where it predicts none.
-        positions_BS: int64, as the batch has them, also (1, S); None: each sequence is one document.
-
-    Attributes:
-        targets: those, (B, S).
+        targets_BS: int64, the label that each position predicts; `IGNORED_LABEL` for none. Kept as `targets`.
+        positions_BS: int64, as in the batch, also (1, S); None: each sequence is one document.
     """
 
     def __init__(self, targets_BS: Tensor, positions_BS: Tensor | None = None) -> None:
@@ -49,11 +45,11 @@ class Sequences:
         return self.targets != IGNORED_LABEL
 
     def sequence_sum(self, values_BS: Tensor) -> Tensor:
-        """The sum over each sequence, (B,), with its gradient; int64 for bool."""
+        """Sum over each sequence, (B,), with its gradient; int64 for bool."""
         return values_BS.sum(1)
 
     def document_sum(self, values_BS: Tensor) -> Tensor:
-        """The sum over each document, (D,), with its gradient: those of the first row, in order, then of the second.
+        """Sum over each document, (D,), with its gradient: those of the first row, in order, then of the second.
 
         A document begins at each row, and where `position_ids` do not rise. On an accelerator, this waits for them.
         """
@@ -72,18 +68,20 @@ class Sequences:
 
 
 class Tokens(Sequences):
-    """The tokens of a microbatch; see [Note: whole sequences]. What is asked for is computed then, and kept.
+    """The tokens of a microbatch; see [Note: whole sequences]. Statistics are computed at first access, and kept.
 
     Args:
-        targets_BS: see `Sequences`.
         ask: computes statistics.
-        positions_BS: see `Sequences`.
-        usual: names that have been asked for before in the same place, which are computed together; what is new joins
-            them.
+        usual: names that were asked for before in the same place, which are computed together; new ones are added.
     """
 
     def __init__(
-        self, targets_BS: Tensor, ask: Ask, *, positions_BS: Tensor | None = None, usual: set[Statistic] | None = None
+        self,
+        targets_BS: Tensor,
+        ask: Ask,
+        *,
+        positions_BS: Tensor | None = None,
+        usual: set[TokenStatistic] | None = None,
     ) -> None:
         super().__init__(targets_BS, positions_BS)
         self._ask, self._usual = ask, set() if usual is None else usual
@@ -91,16 +89,16 @@ class Tokens(Sequences):
 
     @classmethod
     def of_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
-        """Tokens of logits that are there.
+        """Return the tokens of existing logits.
 
         Args:
             logits_BSV: floating point.
-            labels_BS: int64, as the model's input has them: the shift by one happens here.
-            position_ids: int64, (B, S) or (1, S), where several documents share a row.
+            labels_BS: int64, as in the model's input: the shift by one happens here.
+            position_ids: int64, (B, S) or (1, S), if several documents share a row.
         """
         rows = Rows.of_logits(logits_BSV)
 
-        def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> Mapping[str, Tensor]:
+        def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
             found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
             return {name: value.unflatten(0, ids_BSK.shape[:2]) for name, value in found.items()}
 
@@ -132,14 +130,7 @@ class Tokens(Sequences):
         return self._statistic("is_top1")
 
     def log_probs_of(self, ids_BSK: Tensor) -> Tensor:
-        """Log-probabilities of given entries [nats], (B, S, K), 0 where an id is `IGNORED_LABEL`.
-
-        Args:
-            ids_BSK: int64.
-
-        Raises:
-            ConfigError: the ids have another dtype or shape.
-        """
+        """Return log-probabilities of given int64 ids [nats], (B, S, K), 0 where an id is `IGNORED_LABEL`."""
         if ids_BSK.dtype is not torch.int64 or ids_BSK.dim() != 3 or ids_BSK.shape[:2] != self.targets.shape:
             raise ConfigError(
                 f"log_probs_of takes int64 ids of shape (B, S, K), here {(*self.targets.shape, 'K')}, not "
@@ -148,13 +139,13 @@ class Tokens(Sequences):
         return self._ask(ids_BSK, ["log_probs"])["log_probs"]
 
     def nothing(self) -> Tensor:
-        """0, scalar, of which the gradient reaches every parameter as that of any statistic does, and is 0."""
+        """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of any statistic does."""
         return self._ask(torch.full_like(self.targets, IGNORED_LABEL)[..., None], ["log_probs"])["log_probs"].sum()
 
-    def _statistic(self, name: Statistic) -> Tensor:
+    def _statistic(self, name: TokenStatistic) -> Tensor:
         if name not in self._known:
             self._usual.add(name)
-            names: list[Statistic] = sorted(self._usual - self._known.keys())
+            names: list[TokenStatistic] = sorted(self._usual - self._known.keys())
             ids_BSK = self.targets[..., None]
             if not {"log_probs", "is_top1"} & set(names):
                 ids_BSK = ids_BSK[..., :0]
@@ -166,12 +157,7 @@ class Tokens(Sequences):
 
 
 class Outputs(Sequences):
-    """What a model with another head than that of a vocabulary says of a microbatch; see [Note: whole sequences].
-
-    Args:
-        targets_BS: see `Sequences`.
-        logits: of the head.
-        positions_BS: see `Sequences`.
+    """The outputs of a model whose head is not that of a vocabulary; see [Note: whole sequences].
 
     Attributes:
         logits: (B, S, K) of a head over tokens, (B, K) of one over sequences; K of its features.
@@ -182,5 +168,35 @@ class Outputs(Sequences):
         self.logits = logits
 
     def nothing(self) -> Tensor:
-        """0, scalar, of which the gradient reaches every parameter as that of the logits does, and is 0."""
+        """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of the logits does."""
         return (self.logits * 0.0).nan_to_num().sum()
+
+
+class Recorder:
+    """An objective that records statistics of tokens, and is 0.
+
+    Attributes:
+        names: of the statistics.
+        found: by name, (B, S), for each microbatch, in the order in which they were run.
+    """
+
+    name = "token_stats"
+
+    def __init__(self) -> None:
+        self.names: Sequence[TokenStatistic] = ()
+        self.found: list[dict[str, Tensor]] = []
+
+    def begin(self, names: Sequence[TokenStatistic]) -> None:
+        """Record these from now on."""
+        self.names, self.found = list(names), []
+
+    def check(self, batch: Batch) -> None:
+        """Refuse unknown names, with a BatchError."""
+        known = get_args(TokenStatistic)
+        for name in self.names:
+            if name not in known:
+                raise BatchError(f"there is no {name!r}; there are {', '.join(known)}.")
+
+    def __call__(self, tokens: Tokens, columns: Any) -> Tensor:
+        self.found.append({name: getattr(tokens, name).detach() for name in self.names})
+        return torch.zeros((), device=tokens.targets.device)

@@ -1,27 +1,25 @@
-"""What a strategy is: a spec that describes it and a manager that does its work.
+"""The contract of strategy managers. Imports no torch.
 
 [Note: the gradient rule] The loss of a step is the sum of the token losses over all unmasked tokens of the global
 batch, divided by their global count. Each rank computes its own tokens' share of that fraction, and every strategy
-reduces gradients by SUM over every axis that saw different tokens. No averaging by world size anywhere, so every
-layout computes the same gradient, with ragged masks, accumulation and uneven ranks.
+reduces gradients by SUM over every axis that saw different tokens. No averaging by world size anywhere, so every layout
+computes the same gradient, with ragged masks, accumulation and uneven ranks.
 
-[Note: equal on every rank] What a user can get wrong is found before the first collective of the call it would
-break, and raised on all ranks with the same text; never on one while its peers wait.
-
-This module imports no torch, so that strategies can be listed and configs validated without it.
+[Note: equal on every rank] What a user can get wrong is found before the first collective of the call it would break,
+and raised on all ranks with the same text; never on one while its peers wait.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from ..base.errors import StrategyError
-from ..events.step import StepResult as StepResult
+from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
 
 if TYPE_CHECKING:
     import torch
@@ -34,27 +32,12 @@ if TYPE_CHECKING:
     from ..tensors.pieces import Sharded
     from ..tensors.state import OptimizerState, ShardedState, TensorKind
 
-Batch: TypeAlias = "Mapping[str, Tensor]"
-"""`input_ids` and `labels`, int64, (B, S); labels of -100 are masked. Further tensors go to the model's forward."""
-
-IGNORED_LABEL = -100
-"""The label of a token that counts for no loss."""
-
-Objective: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
-"""What is minimized in the place of the token loss; see `StrategyManager.forward_backward`."""
-
-TokenStatistic: TypeAlias = Literal["log_probs", "logsumexp", "entropy", "mean_logit", "is_top1"]
-"""What is known of a token; see `meshwright.step.tokens.Tokens`."""
-
-OptimizerFactory: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]"
-"""Makes an optimizer from (fully qualified name, parameter) pairs; see `meshwright.train.optim.optimizer_factory`."""
-
 
 class StrategyManager(ABC):
     """Trains one model under one strategy on one mesh; see [Note: the gradient rule].
 
-    Made by `StrategySpec.build`. Call `parallelize`, then `build_optimizer`, then the others as often as needed.
-    Every method is collective: all ranks of the mesh call it, in the same order.
+    Made by `StrategySpec.build`. Call `parallelize`, then `build_optimizer`, then the others as often as needed. Every
+    method is collective: all ranks of the mesh call it, in the same order.
     """
 
     config: BaseModel
@@ -73,13 +56,13 @@ class StrategyManager(ABC):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         """Shard or replicate `model` in place and return the module to call in a hand-written loop.
 
-        Ranks that hold copies start from the same weights, those of the first rank.
+        Copies on several ranks start from the weights of the first.
 
         Args:
-            model: with memory, or built under `torch.device("meta")`, so that a rank never holds more of it than what
-                the strategy keeps there.
-            weights: its values, the same on every rank; None: those that it has, or, on the meta device, those that
-                its class draws.
+            model: with memory, or on the meta device, so that a rank never holds more of it than the strategy keeps
+                there.
+            weights: the same on every rank; None: those that the model has, or, on the meta device, those that its
+                class draws.
 
         Raises:
             ModelError: the model cannot be trained under this strategy.
@@ -87,16 +70,16 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Make the optimizer over the parameters as they are after sharding; the manager owns it from here on.
+        """Make the optimizer over the sharded parameters; the manager owns it.
 
-        A schedule sets rates in the `param_groups` of what is returned, and every step is made with these, also after
-        state has been loaded, which gives torch's optimizers new groups: a wrapper looks them up, and keeps none.
+        A schedule sets rates in the `param_groups` of what is returned. Loading state replaces the groups of torch's
+        optimizers, so look them up each time.
         """
 
     @property
     @abstractmethod
     def optimizer(self) -> Optimizer:
-        """What `build_optimizer` has returned; StrategyError before."""
+        """The result of `build_optimizer`; StrategyError before."""
 
     @abstractmethod
     def forward_backward(
@@ -105,12 +88,12 @@ class StrategyManager(ABC):
         """Accumulate the gradients of one optimizer step.
 
         Args:
-            microbatches: this data-parallel rank's share, at least one; each holds `input_ids` and `labels`,
-                int64, (B, S), what else the model's forward takes, and the columns of the objective.
-            num_tokens: unmasked targets in the global batch, or by what else the objective's sum is divided; int64
-                scalar, equal on all ranks; see `announce`, or `meshwright.step.agreement.count_tokens`.
-            objective: called as `objective(tokens, columns)` for each microbatch, in the place of the cross entropy of
-                the labels; see [Note: objectives] in `meshwright.step.objective`.
+            microbatches: this data-parallel rank's share, at least one; each holds `input_ids` and `labels`, int64, (B,
+                S), other arguments of the model's forward, and the columns of the objective.
+            num_tokens: unmasked targets in the global batch, or the divisor of the objective's sum; int64 scalar, equal
+                on all ranks; see `announce`, or `meshwright.step.agreement.count_tokens`.
+            objective: called as `objective(tokens, columns)` for each microbatch in place of the token loss; see [Note:
+                objectives] in `meshwright.step.objective`.
 
         Returns:
             Mean loss per token of the global batch [nats], or the objective's sum over `num_tokens`; scalar, equal on
@@ -118,9 +101,9 @@ class StrategyManager(ABC):
 
         Raises:
             BatchError: a microbatch is malformed, or ranks disagree on the number of microbatches or tokens, or on the
-                objective or its columns (raised on all of them, before any other collective).
-            ConfigError, TrainingError: the objective fails on a rank, is no sum, or is not finite; on all of them,
-                before the first step, or when the step is read, or before the optimizer steps. Nothing was trained.
+                objective or its columns (on all ranks, before any other collective).
+            ConfigError, TrainingError: the objective fails on a rank, is no sum, or is not finite; on all ranks, before
+                the first step, when the step is read, or before the optimizer steps. Nothing was trained.
         """
 
     @abstractmethod
@@ -131,22 +114,25 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
-        """What is known of each token, in evaluation mode, without gradients: for each microbatch of this data-parallel
-        rank the statistics by name, (B, S), of whole sequences, on all ranks that share it.
+        """Return statistics of each token, in evaluation mode, without gradients.
 
         Args:
-            microbatches: as `forward_backward` takes them; columns of an objective are left aside.
+            microbatches: as in `forward_backward`; columns of an objective are ignored.
             names: properties of `meshwright.step.tokens.Tokens`.
 
+        Returns:
+            For each microbatch of this data-parallel rank the statistics by name, (B, S), of whole sequences, on all
+            ranks that share it.
+
         Raises:
-            BatchError: a microbatch is malformed, or a name is not known; on all ranks.
+            BatchError: a microbatch is malformed, or a name is unknown; on all ranks.
         """
 
     @property
     @abstractmethod
     def last_sums(self) -> Mapping[str, Tensor]:
-        """The further sums that the objective of the last `forward_backward` or `eval_loss` has returned, over all
-        microbatches and ranks: float64 scalars by name, equal on all ranks; none without an objective."""
+        """The further sums of the objective in the last `forward_backward` or `eval_loss`, over all microbatches and
+        ranks: float64 scalars by name, equal on all ranks; empty without an objective."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
@@ -161,12 +147,14 @@ class StrategyManager(ABC):
         """
 
     def gradient_norms(self) -> dict[str, float]:
-        """The 2-norms of the gradients of each part of the whole model, between `forward_backward` and
-        `clip_grad_norm`; it changes nothing, and waits for the device. StrategyError where a strategy tells none.
+        """Return the 2-norms of the gradients of each part of the model, between `forward_backward` and
+        `clip_grad_norm`.
+
+        Waits for the device. StrategyError if the strategy does not support it.
 
         Returns:
-            Under the name of each block, and under "embedding", "head" and "other", as far as they train; equal on all
-            ranks. Every parameter that trains is in one of them, under the first of its names.
+            By the name of each block, and by "embedding", "head" and "other", as far as they train; equal on all ranks.
+            Every parameter that trains counts in one of them, under the first of its names.
         """
         raise StrategyError(
             f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (in a run file, "
@@ -178,33 +166,31 @@ class StrategyManager(ABC):
         """Step the optimizer and drop the gradients."""
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of a step that is not made. Collective. StrategyError where a strategy cannot."""
+        """Drop the gradients of a step that is skipped. StrategyError if a strategy cannot."""
         raise StrategyError(
             f"{type(self).__name__} has no drop_gradients, which leaves steps out. Set on_bad_step: stop."
         )
 
     @abstractmethod
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        """Begin to agree with the other ranks on the next step, while the device computes this one. Collective.
+        """Begin to agree with the other ranks on the next step, while the device computes this one.
 
-        What is wrong with the microbatches is told by the step.
+        Errors in the microbatches are raised by the step.
 
         Args:
-            microbatches: this very sequence is to be given to the next `forward_backward` or `eval_loss`.
+            microbatches: pass this very sequence to the next `forward_backward` or `eval_loss`.
             objective: likewise; it may say what is counted.
 
         Returns:
-            `num_tokens` of that call, which any rank may read before, or none.
+            `num_tokens` of that call; reading it is optional on every rank.
         """
 
     def read(self, *values: Tensor) -> list[float]:
-        """The values of scalars, such as the loss and the norm of a step, with one wait for the device.
+        """Read scalars that are equal on all ranks, such as the loss and the norm of a step, with one wait for the
+        device.
 
-        What a strategy finds out of a step with the device is read at the same time; who does not call this between
-        `forward_backward` and the optimizer's step waits there. Not for what differs between ranks.
-
-        Args:
-            values: scalars, equal on all ranks.
+        Errors that a strategy finds on the device are read at the same time; without this call, the optimizer's step
+        waits for them.
 
         Raises:
             MeshwrightError: a gradient of the step is not what the strategy's options ask for; on all ranks. Nothing
@@ -214,26 +200,24 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def unshard(self) -> AbstractContextManager[Sequence[nn.Module]]:
-        """Hold the full parameters of `model_parts`, for log-probabilities, generation or comparison.
-
-        The context gives `model_parts`. Training goes on afterwards as if it had not been entered.
-        """
+        """Hold the full parameters of `model_parts`, which the context yields, for log-probabilities, generation or
+        comparison."""
 
     def iter_parameters(
         self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: Adapters = "apart"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, on every rank, one after the other, in bounded memory: what an inference engine is fed
-        with, adapters apart or "merged"; see `meshwright.model.merge.given_parameters`. Collective, each step too."""
+        """Iterate over all parameters, unsharded, on every rank, in bounded memory, to feed an inference engine;
+        adapters apart or "merged". See `meshwright.model.merge.given_parameters`. Each step is collective, too."""
         from ..model.merge import given_parameters
 
         return given_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
     def parameter_pieces(self) -> Mapping[str, Sharded | None]:
-        """This rank's pieces of all parameters, each under the first of its names, in the order of the whole model.
+        """Return this rank's pieces of all parameters, each under the first of its names, in the order of the model.
 
-        Of values that the model computes with, where it trains others; a piece may be of another dtype than its
-        `Sharded`, to which it is to be rounded. None of parameters that are on other ranks alone. If ranks have
-        different names, those of the first come first. This default takes what `sharded_state` has.
+        These are values that the model computes with, if it trains others; a piece may have another dtype than its
+        `Sharded`, to which it is to be rounded. None for parameters on other ranks alone. If ranks have different
+        names, those of the first come first.
         """
         state = self.sharded_state().model
         named = (part.named_parameters(remove_duplicate=False) for part in self.model_parts)
@@ -244,13 +228,13 @@ class StrategyManager(ABC):
         """Return `{"model": ..., "optimizer": ...}` under the names of the unwrapped Hugging Face model.
 
         Args:
-            full: False gives each tensor as it lies (a DTensor where sharded), without communication. True gives
-                whole tensors on the CPU of rank 0 and empty mappings elsewhere.
+            full: False returns each tensor as it is (a DTensor if sharded), without communication. True returns full
+                tensors on the CPU of rank 0 and empty mappings elsewhere.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
-        """Load what `state_dict` of the same `full` gave, under any strategy when `full`.
+        """Load what `state_dict` of the same `full` returned, under any strategy if `full`.
 
         Args:
             state: with `full`, rank 0's is used and the others' may be empty.
@@ -258,19 +242,18 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def sharded_state(self) -> ShardedState:
-        """This rank's pieces of model and optimizer, as views of its memory: what a checkpoint is written from.
+        """Return this rank's pieces of model and optimizer, as views of its memory, from which checkpoints are written.
 
-        A rank may have any pieces, as long as all ranks together have the whole; pieces that several ranks have are
-        the same rectangles on each.
+        A rank may have any pieces, as long as all ranks together have the whole; pieces that several ranks have are the
+        same rectangles on each.
         """
 
     @abstractmethod
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
-        """Take state from a checkpoint: the context gives the pieces to write into, and leaving it puts them to use.
+        """Load state from a checkpoint: the context yields the pieces to write into; leaving it puts them to use.
 
         Args:
-            optimizer: what the checkpoint has of the optimizer, all of it on every rank; None leaves the optimizer as
-                it is.
+            optimizer: the checkpoint's state of the whole optimizer, on every rank; None leaves the optimizer as it is.
 
         Raises:
             StrategyError: the state is not of this model and optimizer; before anything is changed.

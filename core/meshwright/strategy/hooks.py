@@ -1,8 +1,8 @@
 """The hooks that a plugin can implement.
 
 A plugin is a module (or object) named by an entry point of the group `meshwright`. It marks its functions with
-`meshwright.hookimpl`; a marked function whose name is not below is refused, so a misspelt hook is never silent.
-Source: pluggy, https://pluggy.readthedocs.io.
+`meshwright.hookimpl`; a marked function whose name is not below is refused, so a misspelt hook is never silent. Source:
+pluggy, https://pluggy.readthedocs.io.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
-    """Return the strategies this plugin brings. Must not import torch: `build` does that when it is called."""
+    """Return the plugin's strategies. Must not import torch: `build` does that when it is called."""
 
 
 @hookspec
@@ -55,7 +55,7 @@ def model_layout(model: nn.Module) -> ModelLayout | None:
 def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> Mapping[str, StyleName] | None:
     """Say how tensor parallelism shards a model, before its own plan is asked; None to pass.
 
-    The answer maps names of modules or parameters, with `*` for the number of a layer, to names of styles
+    Maps names of modules or parameters, with `*` for the number of a layer, to names of styles
     (`meshwright.parallel.tensor.STYLES`) or to styles of torch.distributed.tensor.parallel.
     """
 
@@ -72,7 +72,7 @@ def register_launchers() -> list[Any]:  # type: ignore[empty-body]
 
 @hookspec
 def register_trackers() -> list[TrackerSpec]:  # type: ignore[empty-body]
-    """Return the trackers this plugin brings, which run files name. Must not import their libraries."""
+    """Return the plugin's trackers, which run files name. Must not import their libraries."""
 
 
 # -- observers: called on every rank, in this order; none may issue collectives, and what one raises ends the run
@@ -80,34 +80,34 @@ def register_trackers() -> list[TrackerSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def on_run_start(run: RunInfo, mesh: Mesh) -> None:
-    """Observe a run that is about to do its first step of this sitting."""
+    """Called before the first step of this attempt."""
 
 
 @hookspec
 def on_evaluation(evaluation: Evaluation) -> None:
-    """Observe the losses of the sets after a step, before its `on_step_end`."""
+    """Called with the losses of the sets after a step, before its `on_step_end`."""
 
 
 @hookspec
 def on_step_end(result: StepResult) -> None:
-    """Observe a finished optimizer step."""
+    """Called after each optimizer step."""
 
 
 @hookspec
 def on_bad_step(bad: BadStep) -> None:
-    """Observe a step that is not made, before its `on_step_end`, or that has taken the run back."""
+    """Called for a step that is skipped, before its `on_step_end`, or that has rewound the run."""
 
 
 @hookspec
 def on_checkpoint(checkpoint: SavedCheckpoint) -> None:
-    """Observe a checkpoint, as soon as training goes on."""
+    """Called for each checkpoint, as soon as training goes on."""
 
 
 @hookspec
 def on_fault(fault: Fault) -> None:
-    """Observe the error that ends the run on this rank."""
+    """Called with the error that ends the run on this rank."""
 
 
 @hookspec
 def on_run_end(summary: RunSummary) -> None:
-    """Observe the end of a run, also of one that fails, as long as its process lives."""
+    """Called at the end of a run, also of one that fails, as long as its process lives."""

@@ -1,42 +1,61 @@
-"""Find plugins, keep the failures of the broken ones, and look strategies up by name.
+"""Find plugins, keep the failures of broken ones, and look strategies up by name.
 
 [Note: isolation] Each entry point of the group `meshwright` is loaded by itself and tried in a plugin manager of its
-own first. What fails there (an import error, a misspelt hook, a wrong signature) is kept as a `Failure` and told
-when a strategy is looked up or listed; the other plugins go on working. Two plugins that bring one name are both
-refused for that name, and an alias that two strategies claim stands for neither, since neither order nor luck may
-decide what trains a model.
+own. What fails there (an import error, a misspelt hook, a wrong signature) is kept as a `Failure` and reported when
+strategies are looked up or listed; the other plugins work. If two plugins bring one name, or two strategies claim one
+alias, neither gets it: load order must not decide what trains a model.
 
-Listing imports no torch: plugins import it when they build. Source: pluggy, importlib.metadata.
+Listing strategies imports no torch. Source: pluggy, importlib.metadata.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+from packaging.requirements import Requirement
+from pydantic import BaseModel
 
 from ..base.errors import StrategyError, UnknownStrategyError, nearest
-from .plugins import (
-    ENTRY_POINT_GROUP,
-    call_own,
-    defect_of,
-    implements,
-    listed,
-    new_plugin_manager,
-    normalized,
-    plugin_name,
-    spec_defects,
-)
+from ..mesh.sizes import CLAIMABLE_AXES
+from . import hooks as hookspecs
 from .spec import StrategySpec
 
-BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT_GROUP)}
-"""The plugins that are part of core, by their names in errors."""
+if TYPE_CHECKING:
+    from torch import nn
 
-# The strategies of this project that are packages of their own, and the extra that installs each.
-INSTALLABLE = {"ddp": "ddp", "fsdp2": "fsdp2", "megatron_fsdp": "megatron-fsdp", "pipeline": "pipeline"}
+    from ..model.layout import ModelLayout
+
+ENTRY_POINT_GROUP = "meshwright"
+BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT_GROUP)}
+"""The plugins that are part of core, by the name that errors give them."""
+
+
+def normalized(name: str) -> str:
+    """Return a strategy name as it is compared: in lower case, with '-' as '_'."""
+    return name.strip().lower().replace("-", "_")
+
+
+@functools.cache
+def installable() -> dict[str, str]:
+    """Return the extra that installs each strategy of this project: the extras that the extra `all` names."""
+    try:
+        lines = requires("meshwright") or []
+    except PackageNotFoundError:
+        return {}
+    every = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "all"})]
+    return {normalized(name): name for each in every if each.name == "meshwright" for name in sorted(each.extras)}
+
+
+def install_line(name: str) -> str:
+    """Return the pip line that installs a strategy of this project, to be run in a clone of it."""
+    return f"pip install -c constraints.txt -e '.[{installable()[name]}]'"
 
 
 @dataclass(frozen=True)
@@ -53,17 +72,12 @@ class Failure:
         return f"{about}: {self.reason}"
 
 
-def install_line(name: str) -> str:
-    """The pip line that installs one of the project's own strategies, run in a clone of the project."""
-    return f"pip install -c constraints.txt -e '.[{INSTALLABLE[name]}]'"
-
-
 class Registry:
     """Plugins and the strategies they bring.
 
     Args:
         plugins: entry points to load; None: those of the installed distributions.
-        builtins: those that come before, and whose strategies no other plugin may replace; by name.
+        builtins: plugins loaded first, by name; no other plugin may replace their strategies.
     """
 
     def __init__(
@@ -72,7 +86,7 @@ class Registry:
         self._failures: list[Failure] = []
         self._specs: dict[str, StrategySpec] = {}
         self._owners: dict[str, str] = {}
-        self._manager = new_plugin_manager()
+        self._manager = _new_plugin_manager()
         self._builtins = builtins
         for name, builtin in builtins.items():
             self.register(builtin.load(), name=name)
@@ -83,14 +97,12 @@ class Registry:
     # -- plugins
 
     def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:
-        """Add a plugin module or object; what is wrong with it is kept in `failures`.
+        """Add a plugin module or object, by its name in errors; an error in it is kept in `failures`.
 
         Args:
-            plugin: implements hooks of `meshwright.strategy.hooks`.
-            name: how it is called in errors.
-            strategy: what it is expected to bring, so that looking that up tells why it cannot be used.
+            strategy: the strategy it should bring, so that looking it up reports why it cannot be used.
         """
-        reason = defect_of(plugin, name) or self._clash(plugin, name)
+        reason = _defect_of(plugin, name) or self._clash(plugin, name)
         if reason is not None:
             self._failures.append(Failure(name, reason, strategy))
             return
@@ -99,13 +111,13 @@ class Registry:
 
     @contextmanager
     def observing(self, *observers: Any) -> Iterator[None]:
-        """Register objects with hook implementations for the duration of a with block.
+        """Register objects that implement hooks for the duration of a with block.
 
         Raises:
-            StrategyError: an observer has a defect (it is ours or the caller's own, so it is not set aside).
+            StrategyError: an observer is broken.
         """
         for observer in observers:
-            reason = defect_of(observer, type(observer).__name__)
+            reason = _defect_of(observer, type(observer).__name__)
             if self._manager.is_registered(observer):
                 reason = "it is registered already"
             if reason is not None:
@@ -122,23 +134,24 @@ class Registry:
         return self._manager.hook
 
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
-        """The plugins that implement a hook: the name of each, and a function that calls it there alone."""
+        """Return the name of each plugin that implements a hook, and a function that calls it there alone."""
         return [
-            (name, functools.partial(call_own, plugin, self._manager, hook))
+            (name, functools.partial(self._call_own, plugin, hook))
             for name, plugin in self._manager.list_name_plugin()
-            if plugin is not None and implements(plugin, hook, self._manager)
+            if plugin is not None and self._implements(plugin, hook)
         ]
 
     def set_aside(self, failure: Failure) -> None:
-        """Keep why what a plugin brings cannot be used, to be told in `failures`."""
+        """Add to `failures`."""
         self._failures.append(failure)
 
     def _load(self, entry_point: EntryPoint) -> None:
-        name, strategy = plugin_name(entry_point), normalized(entry_point.name)
+        distribution = entry_point.dist.name if entry_point.dist is not None else entry_point.value
+        name, strategy = f"{entry_point.name} ({distribution})", normalized(entry_point.name)
         try:
             plugin = entry_point.load()
         except (Exception, SystemExit) as error:
-            # A plugin's import can fail in any way; see [Note: isolation].
+            # A plugin's import can fail in any way.
             self._failures.append(Failure(name, f"{type(error).__name__}: {error}", strategy))
             return
         self.register(plugin, name=name, strategy=strategy)
@@ -150,19 +163,30 @@ class Registry:
             return f"it is the same module as plugin {self._manager.get_name(plugin)}"
         return None
 
+    def _implements(self, plugin: Any, hook: str) -> bool:
+        return any(caller.name == hook for caller in self._manager.get_hookcallers(plugin) or ())
+
+    def _call_own(self, plugin: Any, hook: str, **arguments: Any) -> list[Any]:
+        """Call one plugin's implementation of a hook; return its results that are not None."""
+        # Remove only plugins that have the hook: pluggy hashes them, and observers may not be hashable.
+        others = [
+            each for _, each in self._manager.list_name_plugin() if each is not plugin and self._implements(each, hook)
+        ]
+        return list(self._manager.subset_hook_caller(hook, remove_plugins=others)(**arguments))
+
     # -- strategies
 
     def _add_strategies(self, plugin: Any, owner: str, expected: str | None) -> None:
-        if not implements(plugin, "register_strategies", self._manager):
+        if not self._implements(plugin, "register_strategies"):
             return
         try:
-            specs = listed(call_own(plugin, self._manager, "register_strategies"))
+            specs = _listed(self._call_own(plugin, "register_strategies"))
         except (Exception, SystemExit) as error:
             reason = f"register_strategies failed: {type(error).__name__}: {error}"
             self._failures.append(Failure(owner, reason, expected))
             return
         for spec in specs:
-            defects = spec_defects(spec)
+            defects = _spec_defects(spec)
             if defects:
                 named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
                 label = normalized(spec.name) if named else expected
@@ -178,7 +202,7 @@ class Registry:
         elif other in self._builtins:
             self._failures.append(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
         else:
-            # Both are refused, see [Note: isolation]; the owner's entry stays so that a third is refused too.
+            # The owner's entry stays, so that a third plugin is refused too.
             self._specs.pop(spec.name, None)
             for one, two in ((owner, other), (other, owner)):
                 reason = f"also registered by plugin {two}; uninstall one of them"
@@ -186,7 +210,7 @@ class Registry:
 
     @property
     def failures(self) -> list[Failure]:
-        """What cannot be used, and why: plugins, strategies, and aliases that more than one strategy claims."""
+        """What cannot be used, and why: plugins, strategies, and aliases that several strategies claim."""
         return [*self._failures, *self._alias_failures()]
 
     def _alias_failures(self) -> Iterator[Failure]:
@@ -199,7 +223,7 @@ class Registry:
                     yield Failure(self._owners[name], f"its alias {alias!r} is claimed by {others} too", name)
 
     def _claimed_aliases(self) -> dict[str, list[str]]:
-        """The names of the usable strategies that claim each alias."""
+        """Return the names of the usable strategies that claim each alias."""
         claimed: dict[str, list[str]] = {}
         for spec in self.strategies.values():
             for alias in dict.fromkeys(map(normalized, spec.aliases)):
@@ -208,7 +232,7 @@ class Registry:
         return claimed
 
     def _is_name(self, key: str) -> bool:
-        """Whether a strategy is called so, be it usable or broken: a name wins over an alias."""
+        """Return whether a usable or broken strategy has this name, which then wins over aliases."""
         return key in self._specs or any(failure.strategy == key for failure in self._failures)
 
     @property
@@ -217,20 +241,20 @@ class Registry:
         return dict(sorted(self._specs.items()))
 
     def owner(self, name: str) -> str:
-        """The plugin that brought strategy `name`."""
+        """Return the plugin that brought strategy `name`."""
         return self._owners[name]
 
     @property
     def installable(self) -> dict[str, str]:
-        """Strategies of this project that are neither installed nor broken, with the line that installs each."""
-        return {name: install_line(name) for name in sorted(INSTALLABLE) if not self._is_name(name)}
+        """The install line of each strategy of this project that is neither installed nor broken."""
+        return {name: install_line(name) for name in sorted(installable()) if not self._is_name(name)}
 
     def get(self, name: str) -> StrategySpec:
         """Look a strategy up by name or alias.
 
         Raises:
-            StrategyError: a plugin brings it, but it is broken; the text says why.
-            UnknownStrategyError: nothing brings it; the text lists what is there, what failed to load and how to
+            StrategyError: a plugin brings it, but it is broken.
+            UnknownStrategyError: no plugin brings it; the text lists what is there and what failed to load, and how to
                 install it if it is one of the project's own.
         """
         key = normalized(name)
@@ -246,12 +270,12 @@ class Registry:
             raise StrategyError(f"{name!r} is an alias of {' and of '.join(claimants)}. Use one of these names.")
         if claimants:
             return self._specs[claimants[0]]
-        if key in INSTALLABLE:
+        if key in installable():
             raise UnknownStrategyError(
                 f"strategy {name!r} is not installed. Install it from a clone of meshwright: {install_line(key)}\n"
                 f"{self._others()}"
             )
-        hint = nearest(key, [*self._specs, *INSTALLABLE]) or nearest(key, aliases)
+        hint = nearest(key, [*self._specs, *installable()]) or nearest(key, aliases)
         raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._others()}")
 
     def _others(self) -> str:
@@ -265,15 +289,96 @@ class Registry:
 
 @functools.cache
 def get_registry() -> Registry:
-    """The registry of the installed plugins, made on first use."""
+    """Return the registry of the installed plugins, made on first use."""
     return Registry()
 
 
 def get_strategy(name: str) -> StrategySpec:
-    """The strategy of a name such as "fsdp2", or of an alias, among the installed ones; raises as `Registry.get`."""
+    """Look up an installed strategy by a name such as "fsdp2", or by an alias; raises as `Registry.get`."""
     return get_registry().get(name)
 
 
 def list_strategies() -> dict[str, StrategySpec]:
-    """The strategies of the installed plugins by name, without their aliases; imports no torch."""
+    """Return the strategies of the installed plugins by name; imports no torch."""
     return get_registry().strategies
+
+
+def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
+    """Describe the structure of an unsharded model: what a plugin says, else what its modules say.
+
+    Args:
+        registry: whose plugins are asked; None: the installed ones.
+    """
+    from ..model.layout import layout_by_structure
+
+    answer: ModelLayout | None = (registry or get_registry()).hook.model_layout(model=model)
+    return answer if answer is not None else layout_by_structure(model)
+
+
+# -- what is wrong with a plugin
+
+
+def _new_plugin_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _defect_of(plugin: Any, name: str) -> str | None:
+    """Try a plugin in a plugin manager of its own; see [Note: isolation]."""
+    trial = _new_plugin_manager()
+    try:
+        trial.register(plugin, name=name)
+        trial.check_pending()
+    except (Exception, SystemExit) as error:
+        known = [hook for hook in vars(hookspecs) if hasattr(getattr(hookspecs, hook), "meshwright_spec")]
+        return f"{type(error).__name__}: {error}. Hooks: {', '.join(sorted(known))}"
+    if not trial.get_hookcallers(plugin):
+        return "it implements no hook of meshwright; mark its functions with meshwright.hookimpl"
+    return None
+
+
+def _listed(results: list[Any]) -> list[Any]:
+    """Return the specs in what one plugin's `register_strategies` returned."""
+    if not results:
+        raise TypeError("it returned None, not a list of meshwright.StrategySpec")
+    (result,) = results
+    if isinstance(result, str) or not isinstance(result, Iterable):
+        raise TypeError(f"it returned {result!r}, not a list of meshwright.StrategySpec")
+    return list(result)
+
+
+def _spec_defects(spec: Any) -> list[str]:
+    """Return what is missing or wrong in a spec, each as a sentence."""
+    if not isinstance(spec, StrategySpec):
+        return [f"{spec!r} is a {type(spec).__name__}, not a meshwright.StrategySpec"]
+    rules: list[tuple[Callable[[], bool], str]] = [
+        (
+            lambda: isinstance(spec.name, str) and spec.name.isidentifier() and spec.name == normalized(spec.name),
+            f"name {spec.name!r} is not a lower-case identifier",
+        ),
+        (lambda: isinstance(spec.summary, str) and bool(spec.summary.strip()), "summary is missing"),
+        (
+            lambda: isinstance(spec.axes, (set, frozenset)) and spec.axes <= set(CLAIMABLE_AXES),
+            f"axes {spec.axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}",
+        ),
+        (
+            lambda: inspect.isclass(spec.config_cls) and issubclass(spec.config_cls, BaseModel),
+            f"config_cls {spec.config_cls!r} is not a pydantic model class",
+        ),
+        (lambda: callable(spec.build), f"build {spec.build!r} is not callable"),
+        (lambda: spec.check is None or callable(spec.check), f"check {spec.check!r} is not callable"),
+        (
+            lambda: not isinstance(spec.aliases, str) and all(alias.strip() for alias in spec.aliases),
+            f"aliases {spec.aliases!r} are not a tuple of strings",
+        ),
+    ]
+    return [text for holds, text in rules if not _safely(holds)]
+
+
+def _safely(rule: Callable[[], bool]) -> bool:
+    try:
+        return rule()
+    except (TypeError, AttributeError):
+        # A part of a wholly wrong type (aliases=None) fails the rule; it must not fail the registry.
+        return False

@@ -1,7 +1,4 @@
-"""What the registry knows of a strategy: its name, axes, options, and what it needs.
-
-Imports no torch, so that strategies can be listed and configs validated without it.
-"""
+"""The description of a strategy in the registry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ float32 are rounded in other places. The conformance suite tries it on a model t
 
 
 class StrategyConfig(FrozenModel):
-    """Base for strategy configs: frozen, unknown fields refused. Third parties may use any pydantic model."""
+    """Base of strategy configs: frozen, unknown fields refused. Third parties may use any pydantic model."""
 
     reduce_dtype: Literal["float32", "float64"] | None = Field(
         default=None,
@@ -54,11 +51,11 @@ class StrategySpec:
         axes: the axes it shards, out of `meshwright.mesh.sizes.CLAIMABLE_AXES`. A degree above 1 on any other axis is
             an error unless a wrapping strategy claims that axis.
         config_cls: a pydantic model of its options.
-        build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with
-            `inner: Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
+        build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with `inner:
+            Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
         aliases: other names for it.
         wraps: it claims its axes around another strategy, which does the rest.
-        check: `check(config, degrees)` raises a MeshwrightError where the config cannot act on a mesh of these degrees;
+        check: `check(config, degrees)` raises a MeshwrightError if the config cannot act on a mesh of these degrees;
             without torch, since it is called before ranks start.
     """
 

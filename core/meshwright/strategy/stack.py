@@ -1,7 +1,7 @@
 """Resolve a strategy and sizes to the stack of strategies that together shard every axis.
 
-The named strategy must claim every axis with a degree above 1, or a wrapping strategy must: with `pipeline`
-installed, `fsdp2` at pp_size=2 resolves to pipeline over fsdp2. Core knows no strategy by name.
+The named strategy must claim every axis with a degree above 1, or a wrapping strategy must: with `pipeline` installed,
+`fsdp2` at pp_size=2 resolves to pipeline over fsdp2. Core knows no strategy by name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ..base.validation import as_config
 from ..files.terminal import warn
 from ..mesh.sizes import Degrees, MeshSizes
 from .contract import StrategyManager
-from .plugins import normalized
-from .registry import INSTALLABLE, Registry, get_registry, install_line
+from .registry import Registry, get_registry, normalized
 from .spec import StrategySpec
 
 if TYPE_CHECKING:
@@ -80,11 +79,7 @@ def _wrapped(layer: Layer, inner: Any) -> Any:
 
 
 def strategy_of(config: Any, registry: Registry | None = None) -> str:
-    """The strategy that takes a config, by the config's class.
-
-    Args:
-        config: an object of a strategy's config class, or of a class whose values that takes.
-        registry: where strategies are looked up; None: the installed plugins.
+    """Return the strategy that takes a config, by the config's class or by one whose values its class takes.
 
     Raises:
         ConfigError: no installed strategy takes it, or several do.
@@ -130,7 +125,7 @@ def resolve(
     Raises:
         StrategyError: the strategy is not installed or broken.
         ConfigError: a config does not fit its strategy.
-        MeshError: the sizes do not fill the world, or an axis is claimed by nobody; says who could shard it.
+        MeshError: the sizes do not fill the world, or nothing claims an axis; says what could shard it.
         ReplicateSizeError: the same, of `dp_replicate_size` for a strategy that does not take it.
     """
     registry = registry or get_registry()
@@ -165,11 +160,7 @@ def resolve(
 def _idle(
     stack: Stack, values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
 ) -> tuple[Layer, ...]:
-    """Wrapping strategies that have options, but whose axes have one rank.
-
-    Raises:
-        ConfigError: options are of no wrapping strategy, or of one that another stands in for.
-    """
+    """Return wrapping strategies that have options, but whose axes have one rank; ConfigError for other options."""
     wrapping = {spec.name: spec for spec in registry.strategies.values() if spec.wraps}
     names = [name for name in values if name not in {layer.spec.name for layer in stack.wrappers}]
     for name in names:
@@ -185,11 +176,7 @@ _DATA_PARALLEL = {"dp_replicate", "dp_shard"}
 
 
 def _degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
-    """The degree of every axis, as the claims of a stack have it.
-
-    Raises:
-        MeshError: as `resolve`.
-    """
+    """Return the degree of every axis under the claims of a stack; raises MeshError as `resolve` does."""
     takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.wraps)
     if sizes.ep_size > 1 and "ep" not in stack.claims and not takes_experts:
         # Before it is asked whether ep_size divides an axis that the stack does not shard either.
@@ -232,7 +219,7 @@ def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry
         lines.append(f"Installed strategies that shard {names}: {', '.join(able)}.")
     else:
         lines.append(f"No installed strategy shards {names}.")
-    missing = [install_line(name) for name in INSTALLABLE if name in registry.installable]
+    missing = registry.installable.values()
     if missing:
         lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")
     if axis == "dp_shard" and "dp_replicate" in stack.claims:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..strategy.contract import IGNORED_LABEL, Batch
+from ..base.types import IGNORED_LABEL, Batch
 from ..train.run.run_file import OptimizerConfig, ScheduleConfig
 from .models import case_vocab
 

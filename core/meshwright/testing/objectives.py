@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..base.types import IGNORED_LABEL, Batch
 from ..step.tokens import Tokens
-from ..strategy.contract import IGNORED_LABEL, Batch
 from .case import Case, Outcome, share
 from .models import case_vocab
 from .parity import build_manager, full_weights

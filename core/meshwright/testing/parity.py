@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..base.types import OptimizerFactory
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..launch.open_world import open_world
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
+from ..optim.build import optimizer_factory
+from ..optim.schedules import build_scheduler
 from ..step.agreement import count_tokens
-from ..strategy.contract import OptimizerFactory, StrategyManager
+from ..strategy.contract import StrategyManager
 from ..strategy.stack import resolve
-from ..train.optim import optimizer_factory
-from ..train.schedules import build_scheduler
 from .adapters import adapted_model
 from .case import Case, Difference, Outcome, global_batch, share
 from .models import case_model

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint import load_checkpoint, save_checkpoint
+from ..optim.schedules import build_scheduler
 from ..train.loop.options import Loop
 from ..train.loop.step import groups_stepped, train_step
 from ..train.run.run_file import ScheduleConfig
-from ..train.schedules import build_scheduler
 from .case import Case, Outcome, share
 from .parity import build_with_optimizer, full_weights
 from .pool import pool

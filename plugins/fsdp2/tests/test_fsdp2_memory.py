@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
+from meshwright.optim.build import optimizer_factory
 from meshwright.testing import Case, pool
 from meshwright.testing.memory import Held, Memory, measure_memory
 from meshwright.testing.models import tiny_model
-from meshwright.train.optim import optimizer_factory
 
 BLOCKS = 6
 VOCAB = 512

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
+from meshwright.optim.build import optimizer_factory
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
 from meshwright.testing.cells import Cell
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, train_case, train_steps
-from meshwright.train.optim import optimizer_factory
 from meshwright.train.run.run_file import OptimizerConfig
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 

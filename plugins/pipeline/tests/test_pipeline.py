@@ -34,7 +34,7 @@ from meshwright import (
 )
 from meshwright.step.forward_options import forward_options
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.strategy.ask import model_layout
+from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
 from meshwright.testing.collectives import Traffic, measure_collectives

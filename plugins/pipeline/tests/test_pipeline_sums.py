@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.optim.config import OptimizerConfig
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.parity import difference, train_case
-from meshwright.train.optimizer_config import OptimizerConfig
 
 SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 MIXED: dict[str, Any] = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...base.errors import CheckpointError, ConfigError
-from ...strategy.contract import IGNORED_LABEL
+from ...base.types import IGNORED_LABEL
 from .mixture import Mixture
 from .order import ORDER_VERSION, DataOrder, check_batch_size
 from .rows import JoinedRows, Rows
@@ -24,7 +24,7 @@ from .shuffle import shuffled
 from .stream import Stream
 
 if TYPE_CHECKING:
-    from ...strategy.contract import Batch
+    from ...base.types import Batch
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...strategy.contract import IGNORED_LABEL
+from ...base.types import IGNORED_LABEL
 from ..documents import Documents
 
 FILL = 0

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...base.errors import ConfigError, DataError
-from ...strategy.contract import IGNORED_LABEL
+from ...base.types import IGNORED_LABEL
 from ..config import Packing
 from ..documents import Documents
 from .best_fit import best_fit, cached_best_fit
 from .layout import Layout, bounds, ranges
 
 if TYPE_CHECKING:
-    from ...strategy.contract import Batch
+    from ...base.types import Batch
 
 
 class Rows(ABC):

@@ -11,12 +11,12 @@ from torch import nn
 
 from ...base.errors import MeshwrightError
 from ...mesh.sizes import ROOT_AXES, Degrees
+from ...optim.schedules import build_scheduler
 from ...plan.comparison import plan_of
 from ...plan.job import job_of
 from ...plan.trace import Job
 from ...train.run.fate import Fate, check_output
 from ...train.run.run_file import RunConfig
-from ...train.schedules import build_scheduler
 from .holdings import Division, Held, division, whole_bytes
 
 

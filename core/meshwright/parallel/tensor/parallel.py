@@ -23,8 +23,8 @@ from ...base.errors import MeshwrightError, ModelError, StrategyError
 from ...model.forward_order import Layer
 from ...model.layout import ModelLayout
 from ...step.axis import Axis
-from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
+from ...strategy.registry import model_layout
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
 from .. import wrap_forward

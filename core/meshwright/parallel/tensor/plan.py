@@ -21,9 +21,8 @@ from ..._compat.peft import base_name
 from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
 from ...files.class_paths import import_class_from_path
 from ...model.layout import ModelLayout
-from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
-from ...strategy.registry import Registry, get_registry
+from ...strategy.registry import Registry, get_registry, model_layout
 from .adapters import has_other_wrappers, layer_at, parts_of_wrappers
 from .collectives import chunk_sizes
 from .module_styles import (

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ...base.errors import BatchError
+from ...base.types import Batch, Objective
 from ...step.agreement import defects_told
-from ...strategy.contract import Batch, Objective, StrategyManager
+from ...strategy.contract import StrategyManager
 from .agreed import raise_on_all
 from .batches import PassEnds, Passes, end_together, step_seed
 

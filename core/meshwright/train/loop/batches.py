@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import BatchError, CheckpointError
+from ...base.types import Batch
 from ...mesh.mesh import Mesh
-from ...strategy.contract import Batch
 
 
 class PassEnds(BatchError):

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from ...base.errors import StrategyError
+from ...optim.config import AVERAGED, EMAConfig
 from ...strategy.contract import StrategyManager
 from ...tensors.averages import Averages
-from ..optimizer_config import AVERAGED, EMAConfig
 from .extension import LoopExtension
 
 

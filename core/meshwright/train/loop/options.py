@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...base.errors import CheckpointError, ConfigError
+from ...base.types import Batch, Objective
 from ...checkpoint import Checkpointer, Manifest
 from ...checkpoint.extra import check_loop
 from ...checkpoint.values import decoded
 from ...events.run import RunInfo
 from ...events.step import StepResult
-from ...strategy.contract import Batch, Objective
-from ..optimizer_config import AVERAGED
+from ...optim.config import AVERAGED
 from .bad_steps import BadStepConfig
 from .batches import steps_in_a_pass
 from .ema import EMA

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...base.errors import MeshwrightError, ModelError
+from ...base.types import Batch
 from ...data.config import Packing
-from ...strategy.contract import Batch
 
 TOKENS = 16
 """Tokens of a row that is tried, if `seq_len` is not less."""

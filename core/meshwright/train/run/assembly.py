@@ -9,14 +9,15 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
+from ...base.types import Batch, OptimizerFactory
 from ...checkpoint import load_checkpoint
 from ...data import Feed, Place, eval_microbatches
 from ...mesh.sizes import Degrees
-from ...strategy.contract import Batch, OptimizerFactory, StrategyManager
+from ...optim.build import optimizer_factory
+from ...optim.schedules import build_scheduler, set_schedule
+from ...strategy.contract import StrategyManager
 from ..loop.ema import EMA
 from ..loop.options import Loop
-from ..optim import optimizer_factory
-from ..schedules import build_scheduler, set_schedule
 from .apart import check_kept_apart
 from .columns import as_asked, with_reference
 from .preflight import Plan, masks_padding

@@ -11,7 +11,7 @@ from ...base.stopping import StopName
 from ...base.validation import FrozenModel
 from ...files.writing import PathText
 from ...mesh.sizes import Size
-from ..optimizer_config import FinitePositive
+from ...optim.config import FinitePositive
 from .run_sections import HELD_OUT
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}

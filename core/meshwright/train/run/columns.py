@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from ...base.errors import BatchError, ConfigError
+from ...base.types import Batch, Objective
 from ...data import Place, Rows, RunRows, eval_microbatches
 from ...files.writing import written_whole
 from ...objectives.base import Column
 from ...step.objective import Given
-from ...strategy.contract import Batch, Objective, StrategyManager
+from ...strategy.contract import StrategyManager
 
 REFERENCE = "reference_log_probs"
 _TRAINING = "training"

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from ..._compat.peft import inject
 from ..._compat.peft_tying import adapted_on_meta
 from ...base.errors import ModelError
+from ...base.types import Batch
 from ...data.config import Packing
 from ...mesh.sizes import Degrees
 from ...model.adapter_options import AdapterOptions, check_names
 from ...model.build import new_model
 from ...model.size import ModelSize, check_elements, model_size
+from ...optim.config import OptimizerConfig
+from ...optim.groups import check_model
 from ...step.forward_options import forward_options
 from ...step.token_loss import split_targets
-from ...strategy.ask import model_layout
-from ...strategy.contract import Batch
-from ..optimizer_config import OptimizerConfig
-from ..optimizer_groups import check_model
+from ...strategy.registry import model_layout
 from .apart import check_kept_apart
 
 _PARAMETERS, _WORK = 1e7, 1e9

@@ -15,6 +15,7 @@ import transformers
 from rich.console import Console
 from torch import Tensor
 
+from ...base.types import IGNORED_LABEL
 from ...checkpoint import export_checkpoint, save_checkpoint
 from ...checkpoint.directory import best_of
 from ...checkpoint.drafts import put_in_place
@@ -26,7 +27,7 @@ from ...events.step import StepResult
 from ...files.terminal import plain, styled
 from ...files.writing import write_whole
 from ...model.adapter_base import ADAPTER_CONFIG
-from ...strategy.contract import IGNORED_LABEL, StrategyManager
+from ...strategy.contract import StrategyManager
 from .curve import draw_loss_curve
 from .preflight import Plan
 from .report import show, shown

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
+from ...base.types import Objective
 from ...data import (
     DataConfig,
     PreparedData,
@@ -33,13 +34,11 @@ from ...mesh.sizes import Degrees
 from ...model.configuration import model_config
 from ...model.size import model_size
 from ...objectives.registry import get_objective
+from ...optim.build import try_optimization
 from ...profile.config import check_profile
 from ...step.objective import Given
-from ...strategy.ask import model_layout
-from ...strategy.contract import Objective
-from ...strategy.registry import get_registry
+from ...strategy.registry import get_registry, model_layout
 from ...strategy.stack import Stack, resolve
-from ..optim import try_optimization
 from .columns import columns_to_compute
 from .fate import check_output, check_restarts
 from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows

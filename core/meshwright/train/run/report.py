@@ -21,8 +21,8 @@ from ...events.step import StepResult
 from ...files.parsing import parse_json
 from ...files.terminal import new_console, warn
 from ...files.writing import open_to_append, write_whole
+from ...optim.config import AVERAGED
 from ...strategy.hooks import hookimpl
-from ..optimizer_config import AVERAGED
 from .run_directory import RunDirectory
 
 MEASURED = frozenset(

@@ -16,18 +16,18 @@ from ...files.parsing import parse_yaml, read_text
 from ...files.writing import PathText
 from ...mesh.sizes import MeshSizes, Size
 from ...objectives.registry import check_objective
+from ...optim.config import AVERAGED, FinitePositive
+from ...optim.config import EMAConfig as EMAConfig
+from ...optim.config import OptimizerConfig as OptimizerConfig
+from ...optim.config import OptimizerGroup as OptimizerGroup
+from ...optim.config import ScheduleConfig as ScheduleConfig
 from ...profile.config import ProfileConfig
 from ..loop.bad_steps import BadStepConfig
-from ..optimizer_config import AVERAGED, FinitePositive
-from ..optimizer_config import EMAConfig as EMAConfig
-from ..optimizer_config import OptimizerConfig as OptimizerConfig
-from ..optimizer_config import OptimizerGroup as OptimizerGroup
 from .checkpoint_section import CheckpointConfig as CheckpointConfig
 from .hidden_values import without_secrets
 from .launch_section import LaunchConfig
 from .model_section import check_model_section
 from .run_sections import HELD_OUT, ElasticConfig, EvalConfig, MetricsConfig, PlanConfig, ResumeConfig, SampleConfig
-from .run_sections import ScheduleConfig as ScheduleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 LEAST_WATCHDOG_S = 2.0

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ...base.validation import FrozenModel
 from ...mesh.progress import MOST_STEPS
 from ...mesh.sizes import Size
-from ..optimizer_config import FinitePositive
+from ...optim.config import FinitePositive
 
 HELD_OUT = "held_out"
 """The set that is held out of the sources."""
 LLAMA_3_FAILURES = 419 / (54 * 24 * 16_384)
 """Unexpected interruptions per GPU hour in the pre-training of Llama 3 405B."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class ScheduleConfig(FrozenModel):
-    """A learning-rate schedule of transformers.get_scheduler."""
-
-    name: str = Field(default="cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
-    warmup_steps: int = Field(default=0, ge=0, lt=2**31, description="Steps of linear warm-up.")
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
-    )
-    options: dict[str, Any] = Field(default={}, description="Further arguments of the schedule, such as num_cycles.")
-
-    @model_validator(mode="after")
-    def _warms_up_one_way(self) -> ScheduleConfig:
-        if self.warmup_steps and self.warmup_ratio is not None:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say different things; leave "
-                f"one of the two out"
-            )
-        return self
-
-    def over(self, steps: int) -> ScheduleConfig:
-        """Return the schedule with its warm-up in steps, for a run of `steps` steps."""
-        if self.warmup_ratio is None:
-            return self
-        # As it is written: 0.07 of 100 steps are 7, and not 8.
-        warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * steps)
-        return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 
 class EarlyStoppingConfig(FrozenModel):

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from meshwright.base.errors import ConfigError
+from meshwright.optim.build import check_arguments
 from meshwright.tensors.norms import WideSums
-from meshwright.train.arguments import check_arguments
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.base.types import Batch, OptimizerFactory
 from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
@@ -17,7 +18,6 @@ from meshwright.manager.gradients import Gradients
 from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.strategy.contract import Batch, OptimizerFactory
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 

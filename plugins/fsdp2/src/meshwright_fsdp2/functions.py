@@ -25,7 +25,7 @@ from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, checkpoint_blocks
 from meshwright.model.weights import fill, is_meta, materialize, same_generator
 from meshwright.parallel.tensor import parallelize_tensors
-from meshwright.strategy.ask import model_layout
+from meshwright.strategy.registry import model_layout
 
 from ._compat import held_after_forward
 from .config import FSDP2Config

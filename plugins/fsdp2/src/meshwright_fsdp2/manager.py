@@ -18,20 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, StrategyError
+from meshwright.base.types import Batch, OptimizerFactory
 from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
-from meshwright.manager.idle_options import tell_idle_options
+from meshwright.manager.start import tell_idle_options
 from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.activation_options import ActivationOptions, needs_equal_operators, told
 from meshwright.model.compile import compile_blocks
 from meshwright.model.recompute import checkpoint_blocks
+from meshwright.optim.build import split_by_mesh
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.expert import ExpertParallel, check_expert_parallel
 from meshwright.parallel.tensor import TensorParallel
-from meshwright.strategy.contract import Batch, OptimizerFactory
-from meshwright.train.optim import split_by_mesh
 
 from ._compat import add_up, overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
@@ -79,7 +79,8 @@ class FSDP2Manager(DataParallelManager):
         super().__init__(config, mesh)
         mesh.check_backend(config.backend)
         _check_options(config, mesh)
-        tell_idle_options(config, mesh)
+        along_tp = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
+        tell_idle_options(config, mesh, along={"tp": along_tp, "cp": ("cp_attention",)})
         self._options = UnitOptions.of_config(config, mesh)
 
     def check_model(self, model: nn.Module) -> None:

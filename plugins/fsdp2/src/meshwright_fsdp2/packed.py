@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from meshwright.base.errors import BatchError, StrategyError
-from meshwright.strategy.contract import Batch
+from meshwright.base.types import Batch
 
 from ._compat import never_packed
 

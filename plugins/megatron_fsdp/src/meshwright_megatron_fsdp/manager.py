@@ -20,18 +20,18 @@ from torch.optim import Optimizer
 
 from meshwright.base.allocator import uses_expandable_segments
 from meshwright.base.errors import MeshError, ModelError, StrategyError
+from meshwright.base.types import OptimizerFactory
 from meshwright.base.validation import as_config
 from meshwright.files.terminal import warn
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
-from meshwright.manager.idle_options import tell_idle_options
+from meshwright.manager.start import tell_idle_options
 from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.model.weights import is_meta
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.tensor import Division, TensorParallel
-from meshwright.strategy.contract import OptimizerFactory
 from meshwright.tensors.pieces import Sharded
 
 from ._compat.cpu_torch import hold_cpu_torch
@@ -87,7 +87,8 @@ class MegatronFSDPManager(DataParallelManager):
         package()
         mesh.check_backend(config.backend)
         _check_options(config, mesh)
-        tell_idle_options(config, mesh, never=_WITHOUT_EFFECT)
+        along = {"tp": ("sequence_parallel", "tp_plan"), "cp": ("cp_attention",)}
+        tell_idle_options(config, mesh, along=along, never=_WITHOUT_EFFECT)
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh

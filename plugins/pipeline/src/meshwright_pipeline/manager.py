@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.types import Batch, Objective, TokenStatistic
 from meshwright.base.validation import as_config
-from meshwright.manager.call_order import check_new, check_nothing_pending, require_model
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Ending, Findings
-from meshwright.manager.start import check_trainable
+from meshwright.manager.start import check_new, check_nothing_pending, check_trainable, require_model
 from meshwright.manager.steps import Steps
 from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
@@ -29,13 +29,12 @@ from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.merge import merging_of
 from meshwright.model.ties import note_ties
 from meshwright.model.weights import Weights
-from meshwright.step.agreement import agree, announce
+from meshwright.step.agreement import agree, announce, frozen_share
 from meshwright.step.batch import Terms
 from meshwright.step.forward_options import forward_takes
-from meshwright.step.message import frozen_share
 from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
-from meshwright.step.recorder import Recorder
-from meshwright.strategy.contract import Batch, Objective, StrategyManager, TokenStatistic
+from meshwright.step.tokens import Recorder
+from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_strategy
 from meshwright.tensors.norms import check_clip
 

@@ -111,7 +111,7 @@ def view_of(config: RunConfig) -> View:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from meshwright.strategy.ask import model_layout
+    from meshwright.strategy.registry import model_layout
     from meshwright.strategy.stack import resolve
     from meshwright.train.run.preflight import data_and_model_config, processes
 

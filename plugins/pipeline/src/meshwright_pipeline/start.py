@@ -21,8 +21,8 @@ from meshwright.model.layout import ModelLayout
 from meshwright.model.weights import Weights, is_meta
 from meshwright.step.forward_options import forward_options
 from meshwright.step.router_loss import RouterLoss, Routers, find_routers
-from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.registry import model_layout
 
 from .config import PipelineConfig, number_of_stages
 from .cut.cut import Cut

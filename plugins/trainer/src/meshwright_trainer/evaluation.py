@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput
 
-from meshwright.strategy.contract import IGNORED_LABEL
+from meshwright.base.types import IGNORED_LABEL
 
 from ._compat import prepared
 from .stand_in import labels_of

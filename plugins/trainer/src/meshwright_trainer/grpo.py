@@ -25,7 +25,7 @@ from transformers import set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from meshwright.base.errors import ConfigError
-from meshwright.strategy.contract import IGNORED_LABEL, Objective
+from meshwright.base.types import IGNORED_LABEL, Objective
 
 from ._compat import STREAMED, PrivateGRPOMethods, as_reference, note_microbatch, prepared, takes_images
 from .arguments import arguments_among

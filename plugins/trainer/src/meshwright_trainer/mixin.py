@@ -20,9 +20,9 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from meshwright.base.errors import BatchError
+from meshwright.base.types import Objective
 from meshwright.objectives.registry import get_objective
 from meshwright.step.agreement import count_tokens
-from meshwright.strategy.contract import Objective
 
 from ._compat import prepared
 from .evaluation import evaluated

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from meshwright.base.types import IGNORED_LABEL
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.strategy.contract import IGNORED_LABEL
 
 from .accelerator import OneCall
 from .stand_in import ROWS, Answer, Kept, StandIn, from_tokens, labels_of, rows_of

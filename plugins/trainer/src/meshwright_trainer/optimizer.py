@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.base.errors import ConfigError, StrategyError
-from meshwright.strategy.contract import OptimizerFactory, StrategyManager
+from meshwright.base.types import OptimizerFactory
+from meshwright.strategy.contract import StrategyManager
 
 
 class SteppedByManager:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.types import IGNORED_LABEL
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.strategy.contract import IGNORED_LABEL
 
 ROWS = "meshwright_trainer_rows"
 """Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `numbered`."""

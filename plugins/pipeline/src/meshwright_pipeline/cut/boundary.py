@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
-from meshwright.strategy.contract import Batch
+from meshwright.base.types import Batch
 
 Step = tuple[str, Any]
 """One step into a container: ("item", index) of a list or tuple, ("key", key) of a mapping."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
+from meshwright.base.types import Batch
 from meshwright.mesh.mesh import Mesh
-from meshwright.strategy.contract import Batch
 
 from .boundary import Boundary, Crossing, dims_of
 from .trial_runs import TRIALS, evaluating, trial_batch

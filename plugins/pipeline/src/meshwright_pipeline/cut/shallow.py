@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright.strategy.ask import model_layout
+from meshwright.strategy.registry import model_layout
 
 from ..config import CountedBlocks, PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from ..schedule.order import Kind, Schedule

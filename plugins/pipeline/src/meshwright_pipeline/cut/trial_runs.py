@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, ModelError
+from meshwright.base.types import Batch
 from meshwright.model.layout import ModelLayout
 from meshwright.step.forward_options import with_router_logits
 from meshwright.step.rope_length import without_history
-from meshwright.strategy.contract import Batch
 
 from .boundary import Crossing, Path, dims_of, hidden_path, tensors_in
 from .cut import Cut

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.strategy.contract import Batch
+from meshwright.base.types import Batch
 
 from ..schedule.order import Action, Exchange, Kind
 from .action_times import ActionTimes

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from meshwright.base.types import Batch
 from meshwright.mesh.mesh import Mesh
-from meshwright.strategy.contract import Batch
 
 from .action_times import TimelineRecorder
 from .actions import Run, Stage

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base.errors import BatchError, ConfigError
-from meshwright.strategy.contract import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORED_LABEL, Batch
 
 from ..config import PipelineConfig, number_of_microbatches
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.types import Batch
 from meshwright.mesh.world import World
 from meshwright.model.budget import BudgetedBlocks, choose, without_choice
 from meshwright.model.knapsack import Moment
-from meshwright.strategy.contract import Batch
 
 from ..schedule.order import Action, Kind
 from .batches import Idle

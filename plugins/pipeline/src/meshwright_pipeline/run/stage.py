@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.base.types import Batch
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
 from meshwright.step.objective import Given, Tally
 from meshwright.step.token_loss import split_targets
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.strategy.contract import Batch
 
 from ..cut.boundary import Boundary, Crossing, size_of
 from ..cut.cut import Cut

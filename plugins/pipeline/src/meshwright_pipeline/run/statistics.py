@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.step.recorder import Recorder
+from meshwright.step.tokens import Recorder
 
 
 def regrouped(

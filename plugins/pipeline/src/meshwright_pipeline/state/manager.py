@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.manager.call_order import require_optimizer
+from meshwright.base.types import OptimizerFactory
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.strategy.contract import OptimizerFactory, StrategyManager
+from meshwright.manager.start import require_optimizer
+from meshwright.optim.groups import Trained, for_model
+from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.averages import Averages
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
-from meshwright.train.optimizer_groups import Trained, for_model
 
 from .optimizer import NoStages, StageOptimizers
 from .parameter_names import Names

@@ -1,33 +1,94 @@
-"""Which parameters are of which group of a run file's optimizer.
+"""Groups of parameters of an optimizer, and which parameters are decayed.
 
-[Note: the whole model] A rank has a part of the model's parameters, and perhaps pieces of them. So what is trained of
-the whole model is told to the factory before it is called: names, dims, and which of them are matrices. Each rank then
-divides the same parameters into the same groups, and a group that none is of is an error on all.
+[Note: the whole model] A rank has a part of the model's parameters, and perhaps pieces of them. So the factory gets a
+description of all trained parameters of the unsharded model before it is called, each rank forms the same groups, and a
+group without parameters is an error on all ranks.
+
+[Note: what decides] Weight decay spares norms, biases, other vectors, and rates of a recurrence. The module that owns a
+parameter, the unsharded shape, and the last component of the name decide, and no other part of the path:
+`blocks.0.norm_attn_norm.attn.Wqkv.weight` is a matrix. So a parameter has one decay in every layout.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError, nearest
+from ..base.types import OptimizerFactory
 from ..model.layout import ModelLayout
-from ..strategy.contract import OptimizerFactory
-from .decay import is_decayed, matches
-from .optimizer_config import OptimizerConfig, OptimizerGroup
+
+if TYPE_CHECKING:
+    from .config import OptimizerConfig, OptimizerGroup
+
+
+_NORM_CLASS = re.compile(r"norm(gated|\dd)?$", re.IGNORECASE)
+_NORM_NAME = re.compile(r"(norms?|(^|_)ln)(_?[a-z]?\d*)?$", re.IGNORECASE)
+_BIAS_NAME = re.compile(r"(^|_)bias(es)?(_|$)", re.IGNORECASE)
+_MAPS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SPARED = re.compile(r"A_log|D|time_decay|time_first|(.*_)?(sinks?|scales?)|.*bias", re.DOTALL)
+"""Last components of names that are spared whatever their shape: rates and skips of a recurrence, sinks of attention,
+scales, and biases, of which experts have a matrix."""
+
+
+def is_decayed(name: str, shape: Sequence[int], owner: nn.Module | None = None) -> bool:
+    """Return whether weight decay shrinks a parameter; see [Note: what decides].
+
+    Args:
+        name: fully qualified.
+        shape: unsharded.
+        owner: the module that holds it; None: unknown, and its name stands for its class.
+    """
+    path, _, last = name.rpartition(".")
+    if len(shape) < 2 or _SPARED.fullmatch(last):
+        return False
+    if last != "weight" and sum(size > 1 for size in shape) < 2:
+        # A vector that is kept in the shape in which it is broadcast. A linear map may have one output.
+        return False
+    if owner is not None and _NORM_CLASS.search(type(owner).__name__):
+        return False
+    # Numbers are of lists, and `_orig_mod` and `_checkpoint_wrapped_module` of wrappers.
+    module = next((each for each in reversed(path.split(".")) if each[:1].isalpha()), "")
+    return not _BIAS_NAME.search(module) and (isinstance(owner, _MAPS) or not _NORM_NAME.search(module))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern of `no_decay` selects a parameter, in any case of letters.
+
+    Args:
+        pattern: a shell pattern of the last component of a name, or, if it has a dot, of the whole name.
+    """
+    part = name if "." in pattern else name.rpartition(".")[2]
+    return fnmatchcase(part.lower(), pattern.lower())
+
+
+def decay_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, decayed: Callable[[str], bool]
+) -> list[dict[str, Any]]:
+    """Split parameters into those that are decayed and those that are not.
+
+    Without decay there is one group and no `weight_decay` key, for optimizers that do not know it.
+    """
+    named = list(named_parameters)
+    if not weight_decay:
+        return [{"params": [parameter for _, parameter in named]}]
+    groups = [
+        {"params": [parameter for name, parameter in named if decayed(name) is is_one], "weight_decay": decay}
+        for is_one, decay in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class Trained(NamedTuple):
-    """What is known of a whole parameter.
+    """Description of an unsharded parameter.
 
     Attributes:
-        dims: how many it has.
-        is_matrix: whether it is the weight of a linear map between hidden states.
-        is_decayed: whether weight decay shrinks it; see `decay.is_decayed`.
+        is_matrix: it is the weight of a linear map between hidden states.
     """
 
     dims: int
@@ -41,15 +102,10 @@ def what_is_trained(
     named: Sequence[tuple[str, nn.Parameter]],
     shape: Callable[[nn.Parameter], torch.Size],
 ) -> dict[str, Trained]:
-    """What is known of the parameters that are trained of a model, or of a stage of it.
+    """Describe the trained parameters of a model, or of a stage of one; `layout` and `shape` are those before sharding.
 
-    A matrix is a weight of two dims of a module in a block that is no embedding. What models keep in two dims beside
-    (decays, stacked experts) is named otherwise than `weight`.
-
-    Args:
-        layout: of the model as it was before it was sharded.
-        named: of what the optimizer trains.
-        shape: of the whole of one of them.
+    A matrix is a two-dimensional `weight` of a module in a block that is no embedding; decays and stacked experts have
+    other names.
     """
     owners = dict(model.named_modules(remove_duplicate=False))
     blocks = tuple(f"{block}." for block in layout.blocks)
@@ -63,32 +119,28 @@ def what_is_trained(
 
 
 def known_without_model(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Trained]:
-    """What parameters and their names tell, where a factory is called by hand."""
+    """Describe parameters by themselves and their names, for a factory that is called by hand."""
     return {name: Trained(p.dim(), is_matrix=False, is_decayed=is_decayed(name, p.shape)) for name, p in named}
 
 
 def check_model(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
-    """Refuse groups of which a model has no parameter, and patterns that match none, before it is sharded.
-
-    Raises:
-        ConfigError: names the group, or the pattern.
-    """
+    """Refuse groups and patterns that fit no parameter of an unsharded model, with a ConfigError."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     group_numbers(config, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
 
 
 def for_model(factory: OptimizerFactory, trained: Mapping[str, Trained]) -> OptimizerFactory:
-    """The factory for a model of which these are trained, in whole; see [Note: the whole model].
+    """Return the factory for a model of which these are trained; see [Note: the whole model].
 
     Raises:
-        ConfigError: the same on all ranks, of a factory of a run file whose groups are not those of the model.
+        ConfigError: the groups do not fit the model; on all ranks.
     """
     told: Callable[[Mapping[str, Trained]], OptimizerFactory] | None = getattr(factory, "for_model", None)
     return factory if told is None else told(trained)
 
 
 def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> dict[str, int]:
-    """The number of the group of each parameter; that of all groups for the rest.
+    """Return the number of each parameter's group; the number of groups for the rest.
 
     Raises:
         ConfigError: a group has no parameter, or a pattern of `no_decay` matches none.
@@ -146,7 +198,7 @@ def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str
 
 
 def _nearest(pattern: str, names: Collection[str]) -> str:
-    """What a pattern may have meant: the part of a name that is as long, in words."""
+    """Suggest what a pattern may have meant: the closest part of a name with as many words."""
     words = pattern.strip("*.").split(".")
     windows = {
         ".".join(parts[start : start + len(words)])

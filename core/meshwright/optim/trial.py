@@ -1,11 +1,11 @@
-"""Whether an optimizer does to the tensors that a strategy trains what it would do to whole parameters.
+"""Check that an optimizer does to sharded tensors what it would do to whole parameters.
 
-[Note: trial] An optimizer of the same class and settings steps small stand-ins, in float64: once whole, once cut as the
-strategy cuts parameters. So nothing need be known of a class, and optimizers of users are judged like torch's:
+[Note: trial] An optimizer of the same class and settings steps small stand-ins, in float64: once whole, and once cut as
+the strategy cuts parameters. So users' optimizers are judged like torch's, and nothing is known of a class:
 
-- of pieces (stretches of a flattened parameter, or rows), an optimizer is right that treats every element alike;
-- of DTensors, one that torch can step and that then has done what it does to the whole tensor;
-- of whole parameters, any that can step at all.
+- of pieces (stretches of a flattened parameter, or rows), one that treats every element alike is right;
+- of DTensors, one that torch can step and that does what it does to the whole tensor;
+- of whole parameters, any that can step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from torch.optim import Optimizer
 
 from .._compat.torch import is_sharded
 from ..base.errors import MeshwrightError, StrategyError
+from ..base.types import OptimizerFactory
 from ..files.terminal import warn
 from ..mesh.world import World
-from ..strategy.contract import OptimizerFactory
 from ..tensors.ops import with_values
 from ..tensors.state import Parts, whole_tensor
-from ..train.optim import needs_closure
-from ..train.optimizers import members_of
-from ..train.schedules import reason
+from .optimizers import members_of, needs_closure, reason
 
 _EXACT = 1e-6
 _ROUNDED = 0.05
@@ -46,7 +44,7 @@ class _Kind:
 
     Attributes:
         dims: of the whole parameter.
-        is_piece: the optimizer has a part of it that does not know of the whole.
+        is_piece: the optimizer has a part that does not know of the whole.
         mesh, placements: of a DTensor.
     """
 
@@ -58,17 +56,12 @@ class _Kind:
 
     @property
     def is_joint(self) -> bool:
-        """Whether a step may need all ranks of the mesh; all of them have parameters of this kind then."""
+        """Whether a step may need all ranks of the mesh, which then all have parameters of this kind."""
         return self.mesh is not None and not self.is_piece
 
 
 def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """The optimizer that a factory makes.
-
-    Raises:
-        StrategyError: it fails.
-        MeshwrightError: as it raises itself.
-    """
+    """Call a factory; an error of its own becomes a StrategyError."""
     try:
         return factory(named)
     except MeshwrightError:
@@ -82,18 +75,11 @@ def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parame
 
 
 def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
-    """Refuse an optimizer that cannot step the parameters that it was given, or would step them wrongly.
+    """Refuse an optimizer that cannot step its parameters, or would step them wrongly, with a StrategyError on all
+    ranks.
 
-    Collective over the world, and over the meshes of DTensors. An optimizer that is
-    not of torch and that cannot be tried (its class takes more than parameters and their settings) is taken as it is,
-    with a warning where it gets parts of parameters.
-
-    Args:
-        parts: how the parameters of `optimizer` are divided.
-        world: the ranks that train these parameters.
-
-    Raises:
-        StrategyError: on all ranks alike; names the optimizer.
+    Collective over the world, and over the meshes of DTensors. A class that cannot be tried, since it takes more than
+    parameters and their settings, is accepted, with a warning if it gets parts of parameters.
     """
     kinds = [(type(member), *each) for member in members_of(optimizer) for each in _kinds(member, parts)]
 
@@ -111,13 +97,13 @@ def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
     with with_values():
         # Ranks may have different pieces.
         world.together(check_alone)
-        for cls, kind, settings in kinds:
-            if kind.is_joint and not world.is_planned:
+        for cls, kind, settings in world.select(kinds, []):
+            if kind.is_joint:
                 _try(cls, kind, settings)
 
 
 def _kinds(optimizer: Optimizer, parts: Parts) -> list[tuple[_Kind, dict[str, Any]]]:
-    """What kinds of parameters there are under which settings."""
+    """Return the kinds of parameters and their settings."""
     found: dict[tuple[_Kind, str], tuple[_Kind, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -178,7 +164,7 @@ def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
 
 
 def _take_untried(cls: type[Optimizer], kind: _Kind, error: Exception) -> None:
-    """What to do with an optimizer that does not even step whole stand-ins."""
+    """Refuse an optimizer of torch that cannot step whole stand-ins; warn of another one."""
     if f"{cls.__module__}.".startswith("torch.optim."):
         raise StrategyError(
             f"{cls.__name__} cannot step with these settings: {reason(error)}. Change them, or use another optimizer."
@@ -192,7 +178,7 @@ def _take_untried(cls: type[Optimizer], kind: _Kind, error: Exception) -> None:
 
 
 def _values(kind: _Kind) -> list[Tensor]:
-    """This rank's part of a stand-in, and its gradients in two steps; float64, equal where placements are."""
+    """Return this rank's part of a stand-in, and its gradients in two steps; float64, equal where placements are."""
     shape = tuple(4 + 2 * dim for dim in range(kind.dims))
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((3, *shape), generator=generator, dtype=torch.float64).view(3, -1)
@@ -209,7 +195,7 @@ def _unlike(kind: _Kind) -> float:
 
 
 def _as_dtensor(local: Tensor, kind: _Kind) -> DTensor:
-    """The tensor of which each rank has a part as large as `local`. No communication."""
+    """Make the DTensor of which each rank has a part as large as `local`. No communication."""
     if kind.mesh is None:
         raise TypeError("the parameter is no DTensor")
     shape = list(local.shape)
@@ -225,7 +211,7 @@ def _as_dtensor(local: Tensor, kind: _Kind) -> DTensor:
 def _stepped(
     cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], cut: Callable[[Tensor], list[Tensor]]
 ) -> list[Tensor]:
-    """A stand-in, cut, after two steps."""
+    """Return a stand-in, cut, after two steps."""
     start, *gradients = values
     trained = [nn.Parameter(part.clone()) for part in cut(start)]
     make: Callable[..., Optimizer] = cls

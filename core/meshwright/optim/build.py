@@ -1,37 +1,30 @@
-"""Optimizers from a run file: any of torch.optim or of your own, or several of them, with decay by parameter name."""
+"""Optimizers from a config: any of torch.optim or of your own, or several of them, with decay by parameter name."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, StrategyError, nearest
+from ..base.types import OptimizerFactory
 from ..files.class_paths import import_class_from_path
-from ..strategy.contract import OptimizerFactory
-from .arguments import check_arguments
-from .decay import decay_groups, matches
-from .optimizer_groups import Trained, group_numbers, known_without_model
-from .optimizers import Optimizers, members_of
-from .run.run_file import OptimizerConfig, ScheduleConfig
-from .schedules import build_scheduler, check_schedule, reason
+from .config import OptimizerConfig, ScheduleConfig
+from .groups import Trained, decay_groups, group_numbers, known_without_model, matches
+from .optimizers import Optimizers, members_of, needs_closure, reason
+from .schedules import build_scheduler, check_schedule
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """How the parameters of one group are stepped.
-
-    Attributes:
-        where: in the run file.
-        cls, lr, weight_decay, options: of the optimizer.
-        no_decay: patterns of names that are not decayed; None: what `decay.is_decayed` spares.
-    """
+    """How the parameters of one group are stepped; `where` names the group in the run file."""
 
     where: str
     cls: type[Optimizer]
@@ -41,14 +34,11 @@ class _Settings:
     options: Mapping[str, Any]
 
     def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, Trained]) -> Optimizer:
-        """The optimizer of some parameters.
-
-        Args:
-            trained: what is known of them in whole.
+        """Make the optimizer of some parameters; `trained` describes them unsharded.
 
         Raises:
             ConfigError: it refuses them, or its options.
-            StrategyError: it has pieces of them, and refuses these.
+            StrategyError: it gets pieces of them, and refuses these.
         """
         cls = self.cls
         # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
@@ -76,14 +66,7 @@ class _Settings:
         return not any(matches(name, pattern) for pattern in self.no_decay)
 
     def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
-        """The optimizer of copies of some parameters, after two steps.
-
-        Args:
-            device: of the run.
-
-        Raises:
-            ConfigError: it cannot be made, cannot step, or makes values that are not finite.
-        """
+        """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
         # One that only a CPU refuses is left to the ranks, each of which tries it with its own device.
         left = {"capturable"} if device.type != "cpu" else set()
         settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
@@ -109,10 +92,8 @@ class _Settings:
 
 
 class ConfiguredOptimizer:
-    """The factory of `optimizer_factory`.
-
-    Called without `for_model`, it knows of the parameters that it is given alone, and of no blocks.
-    """
+    """The factory of `optimizer_factory`. Without `for_model`, it knows only the parameters that it is given, and no
+    blocks."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -130,7 +111,7 @@ class ConfiguredOptimizer:
         return self.for_model(known_without_model(named))(named)
 
     def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
-        """The factory for a model of which these are trained; see `optimizer_groups.for_model`."""
+        """Return the factory for a model of which these are trained; see `optim.groups.for_model`."""
         numbers = group_numbers(self._config, trained)
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -150,58 +131,40 @@ class ConfiguredOptimizer:
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """Return a factory for `StrategyManager.build_optimizer`.
 
-    Args:
-        config: which optimizer, its options, and its groups of parameters.
-
     Raises:
-        ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure. When it is
-            called: a group that no parameter is of.
+        ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure. When called: a
+            group without parameters.
     """
     return ConfiguredOptimizer(config)
 
 
 def _settings(config: OptimizerConfig) -> list[_Settings]:
-    """Those of each group, and then those of the rest."""
-    return [*(_of_group(config, number) for number in range(len(config.groups))), _of_rest(config)]
-
-
-def _of_rest(config: OptimizerConfig) -> _Settings:
+    """Return what each group says, or the top level where it says nothing; and, last, the settings of the rest."""
+    spared = None if config.no_decay is None else tuple(config.no_decay)
+    found = []
+    for number, group in enumerate(config.groups):
+        where, name = f"optimizer.groups[{number}]", group.name or config.name
+        cls = optimizer_class(name, f"{where}.name")
+        is_other = cls is not optimizer_class(config.name, "optimizer.name")
+        options = group.options if is_other else {**config.options, **group.options}
+        # A decay that is given for some parameters is meant for all of them.
+        decay, no_decay = config.weight_decay, spared
+        if group.weight_decay is not None:
+            decay, no_decay = group.weight_decay, ()
+        _check_options(cls, name, options, decay, where)
+        found.append(_Settings(where, cls, config.lr if group.lr is None else group.lr, decay, no_decay, options))
     cls = optimizer_class(config.name, "optimizer.name")
     _check_options(cls, config.name, config.options, config.weight_decay, "optimizer")
-    return _Settings("optimizer", cls, config.lr, config.weight_decay, _patterns(config), config.options)
-
-
-def _of_group(config: OptimizerConfig, number: int) -> _Settings:
-    """What a group says, and the top level where it says nothing."""
-    group, where = config.groups[number], f"optimizer.groups[{number}]"
-    name = group.name or config.name
-    cls = optimizer_class(name, f"{where}.name")
-    is_other = cls is not optimizer_class(config.name, "optimizer.name")
-    options = group.options if is_other else {**config.options, **group.options}
-    # Who gives a decay for some parameters means these.
-    says_decay = group.weight_decay is not None
-    decay = group.weight_decay if group.weight_decay is not None else config.weight_decay
-    _check_options(cls, name, options, decay, where)
-    no_decay = () if says_decay else _patterns(config)
-    lr = config.lr if group.lr is None else group.lr
-    return _Settings(where, cls, lr, decay, no_decay, options)
-
-
-def _patterns(config: OptimizerConfig) -> tuple[str, ...] | None:
-    return None if config.no_decay is None else tuple(config.no_decay)
+    return [*found, _Settings("optimizer", cls, config.lr, config.weight_decay, spared, config.options)]
 
 
 def fused_where_it_pays(
     cls: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[str, Any]:
-    """The option that lets an optimizer step all parameters of an accelerator in one kernel, where it can.
+    """Return the option with which an optimizer steps all parameters of an accelerator in one kernel, if it can.
 
-    Torch itself would take DTensors one after the other, in a dozen kernels each, and others together with temporary
-    tensors as large as all of them. On a CPU there are no launches to be saved, and steps stay as they are.
-
-    Args:
-        options: that are given; who chooses an implementation gets it.
-        parameters: to be stepped.
+    torch's default steps DTensors one by one, in a dozen kernels each, and others with temporary tensors as large as
+    all of them. On a CPU there are no launches to save. A user who chooses an implementation in `options` gets it.
     """
     told = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
@@ -211,7 +174,7 @@ def fused_where_it_pays(
 
 
 def can_fuse(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has a fused step of an optimizer for tensors of a kind: a tensor of one element tells."""
+    """Return whether torch has a fused step of an optimizer for such tensors, by trying one of one element."""
     if "fused" not in inspect.signature(cls).parameters:
         return False
     parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
@@ -225,11 +188,7 @@ def can_fuse(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
 
 
 def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int, *, device: torch.device) -> None:
-    """Make and step both for a stand-in, so that their errors come before anything is started.
-
-    Args:
-        steps: of the run.
-        device: of the run; the stand-in is on the CPU.
+    """Make and step optimizer and schedule for a stand-in on the CPU, so that errors come before anything is started.
 
     Raises:
         ConfigError: the optimizer or the schedule cannot be used as configured.
@@ -243,8 +202,8 @@ def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps
 
 
 def split_by_mesh(optimizer: Optimizer) -> None:
-    """Let no parameter group that is stepped as a whole (`foreach`, `fused`) hold DTensors of several meshes, which
-    torch cannot stack. In place; groups keep their settings."""
+    """Split, in place, parameter groups that are stepped as a whole (`foreach`, `fused`) by the mesh of their DTensors,
+    since torch cannot stack DTensors of several meshes."""
     for member in members_of(optimizer):
         groups: list[dict[str, Any]] = []
         for group in member.param_groups:
@@ -258,14 +217,7 @@ def split_by_mesh(optimizer: Optimizer) -> None:
 
 
 def optimizer_class(name: str, where: str) -> type[Optimizer]:
-    """The optimizer of a name in torch.optim, or at an import path that is on the allow-list.
-
-    Args:
-        where: how to name the source in errors.
-
-    Raises:
-        ConfigError: there is none, or it needs a closure.
-    """
+    """Return the optimizer of a name in torch.optim, or at an import path on the allow-list; ConfigError otherwise."""
     if "." in name:
         found = import_class_from_path(name)
         if not issubclass(found, Optimizer):
@@ -289,7 +241,6 @@ def optimizer_class(name: str, where: str) -> type[Optimizer]:
 
 
 def _check_options(cls: type[Optimizer], name: str, options: Mapping[str, Any], decay: float, where: str) -> None:
-    """Refuse what an optimizer does not take."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     arguments = [each for each in parameters if each not in ("self", "params")]
@@ -305,7 +256,37 @@ def _check_options(cls: type[Optimizer], name: str, options: Mapping[str, Any], 
     check_arguments(cls, options, where=f"{where}.options")
 
 
-def needs_closure(cls: type[Optimizer]) -> bool:
-    """Whether steps need a function that runs the model again."""
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, where: str) -> None:
+    """Refuse values of another type than a function or class takes: "no" would be true, and true would be 1.
+
+    The type is that of an argument's annotation, or else of its default; a list will do for a tuple. Arguments without
+    either, and unknown ones, are left to the function. Source: pydantic.TypeAdapter.
+
+    Raises:
+        ConfigError: names the argument, the value and the type.
+    """
+    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    parameters = inspect.signature(function).parameters
+    for name, value in values.items():
+        wanted = hints.get(name, _type_of_default(parameters[name].default) if name in parameters else Any)
+        try:
+            TypeAdapter(wanted, config=_STRICT).validate_python(_as_tuple(value))
+        except ValidationError as error:
+            said = "; or ".join(dict.fromkeys(finding["msg"] for finding in error.errors()))
+            # Files have lists, and no tuples.
+            said = said.replace("Tuple", "List").replace("tuple", "list")
+            raise ConfigError(f"{where}.{name}: {said} (got {value!r:.200})") from None
+
+
+def _type_of_default(default: Any) -> Any:
+    if isinstance(default, bool):
+        return bool
+    # A default of 0 is often written for 0.0.
+    return float if isinstance(default, int | float) else Any
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

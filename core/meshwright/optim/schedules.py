@@ -1,4 +1,4 @@
-"""Learning-rate schedules from a run file: any of transformers.get_scheduler that follows from the step alone."""
+"""Learning-rate schedules: any of transformers.get_scheduler that follows from the step alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import ConfigError, nearest
-from .run.run_file import ScheduleConfig
+from .config import ScheduleConfig
+from .optimizers import reason
 
 
 def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
@@ -39,7 +40,7 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) ->
 
 
 def set_schedule(scheduler: LRScheduler, step: int) -> None:
-    """Put a schedule of `build_scheduler`, and the rates of its optimizer, where they are after so many steps."""
+    """Set a schedule of `build_scheduler`, and the rates of its optimizer, to where they are after `step` steps."""
     state = scheduler.state_dict()
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
@@ -51,7 +52,7 @@ def set_schedule(scheduler: LRScheduler, step: int) -> None:
 
 
 def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
-    """Refuse what get_scheduler would drop without a word."""
+    """Refuse what get_scheduler would silently drop."""
     if config.name == "constant" and config.warmup_steps:
         raise ConfigError(
             f"schedule 'constant' knows no warm-up, but schedule.warmup_steps={config.warmup_steps}. "
@@ -85,8 +86,3 @@ def check_schedule(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -
                 f"schedule {config.name!r} with options {config.options} gives the rates {rates} after step {step} of "
                 f"{steps}, which must be finite and not below 0. Change the options."
             )
-
-
-def reason(error: Exception) -> str:
-    """An error of an optimizer or schedule in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")

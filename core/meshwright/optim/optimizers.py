@@ -1,11 +1,11 @@
-"""Several optimizers as one: schedules, checkpoints and strategies see one, whose groups and state are theirs.
+"""Several optimizers as one for schedules, checkpoints and strategies.
 
-It computes nothing itself. Its groups and state are looked up in theirs at each access, since loading gives an
-optimizer new ones.
+Groups and state are looked up in the members at each access, since loading replaces them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +20,7 @@ class Optimizers(Optimizer):
     """Steps each of its members, one after the other.
 
     Args:
-        members: at least one; no two have a parameter in common. A strategy steps what the factory was given, so
-            together they have nothing else.
+        members: at least one; no two share a parameter, and together they have all that the factory was given.
 
     Raises:
         StrategyError: there is none, or two have the same parameter.
@@ -54,7 +53,7 @@ class Optimizers(Optimizer):
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
-        """The state of all members' parameters, as it is at each access."""
+        """The state of all members' parameters."""
         return _States(self.members)
 
     @state.setter
@@ -63,16 +62,11 @@ class Optimizers(Optimizer):
             raise StrategyError("the state of several optimizers is their own. Use load_state_dict.")
 
     def step(self, closure: Any = None) -> None:
-        """Step all members."""
         for member in self.members:
             member.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group, since it does not say whose it is.
-
-        Raises:
-            StrategyError: it has parameters.
-        """
+        """Refuse a group with parameters, since it does not say whose it is, with a StrategyError."""
         if param_group["params"]:
             raise StrategyError(
                 "a group to be added to several optimizers does not say to which. Use add_param_group of one of "
@@ -80,7 +74,7 @@ class Optimizers(Optimizer):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What torch's load_state_dict ends with: each member takes its own groups and state."""
+        """Give each member its own groups and state; the end of torch's load_state_dict."""
         groups, values = iter(state["param_groups"]), state["state"]
         for member in self.members:
             mine = [next(groups) for _ in member.param_groups]
@@ -89,7 +83,7 @@ class Optimizers(Optimizer):
 
 
 class _States(Mapping[Tensor, Any]):
-    """The states of several optimizers, none of which gets an entry by being asked."""
+    """The states of several optimizers; a look-up adds no entry."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self._members = members
@@ -108,5 +102,16 @@ class _States(Mapping[Tensor, Any]):
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that step, each by itself."""
+    """Return the optimizers that step, each by itself."""
     return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    """Return whether a step needs a function that runs the model again."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def reason(error: Exception) -> str:
+    """Return an error of an optimizer or schedule in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")

@@ -1,0 +1,27 @@
+"""Types of batches, objectives and optimizer factories. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Batch: TypeAlias = "Mapping[str, Tensor]"
+"""`input_ids` and `labels`, int64, (B, S); labels of -100 are masked. Other tensors go to the model's forward."""
+
+IGNORED_LABEL = -100
+"""The label of a token that no loss counts."""
+
+Objective: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
+"""What is minimized in place of the token loss; see [Note: objectives] in `meshwright.step.objective`."""
+
+TokenStatistic: TypeAlias = Literal["log_probs", "logsumexp", "entropy", "mean_logit", "is_top1"]
+"""A statistic of one row of logits: the log-probability of each given id, the logarithm of the sum of all exponentials,
+the entropy of the distribution (all [nats]), the mean logit, and whether no logit is higher than that of the first
+given id."""
+
+OptimizerFactory: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]"
+"""Makes an optimizer from (fully qualified name, parameter) pairs; see `meshwright.optim.build.optimizer_factory`."""
