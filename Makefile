@@ -7,7 +7,7 @@ BRIDGES := -e plugins/fabric -e plugins/trainer -e plugins/trackers
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train sft gpu test test-full test-zoo test-versions lint types docs check clean
+.PHONY: train sft gpu test test-full test-zoo golden test-versions lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
@@ -46,6 +46,10 @@ test-full: .venv/installed
 
 test-zoo: .venv/installed
 	$(PYTEST) -m zoo
+
+# Losses, gradient norms and weights, bit for bit as they were recorded.
+golden: .venv/installed
+	$(BIN)/python tests/golden/run.py
 
 test-versions: .venv/installed
 	$(BIN)/python tests/versions.py

@@ -1,4 +1,4 @@
-"""Tiers of tests, names that differ between processes, and state that a test leaves behind.
+"""Parts of the test suite, unstable test names, and process-wide state that a test leaves behind.
 
 `make test` runs the tests that are marked neither `slow` nor `zoo`, `make test-full` all but `zoo`. `--part=K/N` picks
 every N-th test, from the K-th on; CI runs another part with each commit.
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-# No test asks the hub for anything; where one names what only the hub could have, it is told so at once.
+# No test downloads from the hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -25,18 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse names that hold sets, and select the part that `--part` names."""
+    """Refuse names with sets, whose order differs between processes, and select the part that `--part` names."""
     for item in items:
         for value in getattr(getattr(item, "callspec", None), "params", {}).values():
             if _has_set(value) and str(value) in item.nodeid:
-                raise pytest.UsageError(f"{item.nodeid} is named by a set, which has another order in each process.")
+                raise pytest.UsageError(f"{item.nodeid} is named by a set, whose order differs between processes.")
     if config.option.part is not None:
         part, _, parts = config.option.part.partition("/")
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(parts) == int(part)]
 
 
 def _has_set(value: Any) -> bool:
-    """Whether a value is a set of several things, or holds one."""
+    """Whether a value is or contains a set with several elements."""
     if isinstance(value, set | frozenset):
         return len(value) > 1
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -46,7 +46,7 @@ def _has_set(value: Any) -> bool:
 # -- what tests leave behind
 @pytest.fixture(autouse=True)
 def _leaves_the_process_as_it_was() -> Iterator[None]:
-    """What one test switches for the whole process, another, which happens to follow, would fail or pass by."""
+    """Fail a test that changes process-wide state, which would change the tests after it."""
     before = _switches()
     yield
     for name, value in _switches().items():
@@ -54,7 +54,7 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
 
 
 def _switches() -> dict[str, Any]:
-    """What libraries keep once for a whole process, of those that are imported already."""
+    """Process-wide settings of the libraries that are imported already."""
     found: dict[str, Any] = {"the working directory": os.getcwd(), "logging.disable": logging.root.manager.disable}
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_default_dtype"):
         found["torch.get_default_dtype()"] = torch.get_default_dtype()

@@ -245,14 +245,8 @@ def planted() -> str:
 
 
 def ignored() -> str:
-    sweep = script("tests/mutation/sweep.py")
-    old, new = sweep.TABLE.read_text(encoding="utf-8"), str(sweep.table(results("mutations")))
-    # It has the date on which it was written.
-    return old if _rows(old) == _rows(new) else new
-
-
-def _rows(page: str) -> list[str]:
-    return [line for line in page.splitlines() if line.startswith("|")]
+    module = script("tests/mutation/sweep.py")
+    return str(module.table(module.read_results()))
 
 
 def versions() -> str:

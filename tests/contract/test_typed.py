@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support import house
 
 PROGRAM = Path(__file__).parents[1] / "typed" / "program.py"
 MISTAKES = """
@@ -26,7 +24,10 @@ mw.RunConfig(model={}, batch_size=8, steps="many")
 """Each of the last six lines is one."""
 
 
-@pytest.fixture(scope="module", params=["pyright", pytest.param("mypy", marks=pytest.mark.zoo)])
+CHECKERS = [pytest.param("pyright", marks=pytest.mark.slow), pytest.param("mypy", marks=pytest.mark.zoo)]
+
+
+@pytest.fixture(scope="module", params=CHECKERS)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What a checker says of both programs, in a folder where no settings of ours are found; a line each."""
     directory = tmp_path_factory.mktemp("mine")
@@ -54,18 +55,6 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_a_users_program_is_typed(told: list[str]) -> None:
     assert [line for line in told if "program.py:" in line] == []
-
-
-@pytest.mark.parametrize("package", house.packages(), ids=lambda path: path.name)
-def test_every_default_of_a_field_is_named(package: Path) -> None:
-    """A checker takes an option for a required one whose default comes first and nameless in `Field`."""
-    nameless = [
-        f"{path}:{node.lineno}"
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field" and node.args
-    ]
-    assert not nameless, "write Field(default=...)"
 
 
 def test_mistakes_of_a_user_are_found(told: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The sources of the frameworks that docs/coming-from speaks of, as they were when it was written.
 
-    python tests/docs/peers.py          # fetches the wheels of those that are not installed, and unpacks them into .peers
+    python tests/docs/peers.py          # unpacks the wheels of those that are not installed into .peers
 
 Nothing of them is run: tests/docs/test_coming_from.py looks for names.
 """

@@ -26,6 +26,7 @@ def measured(script: str, *arguments: str, file: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("script", "contest", "told"),
     [
@@ -48,6 +49,7 @@ def test_a_contest_is_held_and_both_sides_train_alike(
     assert {key: found[key] for key in told} == told
 
 
+@pytest.mark.slow
 def test_what_a_copy_costs_is_told_beside_steps_without(tmp_path: Path) -> None:
     found = measured("copies.py", "--steps", "12", file=tmp_path / "found.json")["steps"]
     assert found["copied"] + found["left_out"] == 6
@@ -55,6 +57,7 @@ def test_what_a_copy_costs_is_told_beside_steps_without(tmp_path: Path) -> None:
     assert min(found["after_none_s"], found["after_copy_s"], found["held_up_s"]) > 0
 
 
+@pytest.mark.zoo
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
 def test_the_time_from_a_death_to_the_next_step_is_told(tmp_path: Path) -> None:
     found = measured("restarts.py", "--rounds", "1", "--deaths", "1", file=tmp_path / "found.json")["seconds"]

@@ -181,6 +181,7 @@ def test_a_run_file_with_a_misspelt_key_is_noticed() -> None:
 # -- programs
 
 PAGES = [document for document in documents() if run_by_tests(document)]
+QUICK = [*(f"docs/how/{name}.md" for name in ("axes", "mesh", "parity", "pieces", "pipelines"))]
 RUNNER = """
 import json, subprocess, sys
 names = {"__name__": "__main__"}
@@ -199,7 +200,10 @@ def program(block: Block) -> str:
     return TAKES.sub(rf"\1 {block.note.text} ", text) if block.note.kind == "run with" else block.text
 
 
-@pytest.mark.parametrize("document", PAGES)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(page, marks=pytest.mark.slow if page in QUICK else pytest.mark.zoo) for page in PAGES],
+)
 def test_a_page_runs_from_its_top_to_its_end(document: str, tmp_path: Path) -> None:
     for name in ("examples", "benchmarks", "tests", "docs", "plugins", "core", "constraints.txt", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -270,6 +274,7 @@ def printed_in_the_guide(beginning: str) -> str:
     return found.text.rstrip("\n")
 
 
+@pytest.mark.slow
 def test_the_strategy_of_the_guide_is_listed_and_refuses_what_it_shows(flat: Path) -> None:
     assert printed_in_the_guide("flat\n") in with_flat(flat, "meshwright", "strategies").stdout
     change = ["--set", "strategy=flat", "--set", "strategy_config.bucket=2"]
@@ -278,11 +283,13 @@ def test_the_strategy_of_the_guide_is_listed_and_refuses_what_it_shows(flat: Pat
     assert printed_in_the_guide("error: ") in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_strategy_of_the_guide_pass(flat: Path) -> None:
     done = with_flat(flat, "pytest", "-q", "-p", "no:cacheprovider", "flat")
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.zoo
 def test_the_strategy_of_the_guide_passes_the_suite(flat: Path) -> None:
     done = with_flat(flat, "meshwright", "check", "flat", "--ranks", "2")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -69,6 +69,7 @@ def _first_losses(layout: dict[str, object], wide_norms: bool) -> list[float]:
     return front_runs.trained(layout, wide_norms)["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "wide_norms"), [("losses", False), ("losses_wide_norms", True)])
 def test_the_runs_still_have_one_curve(kept: str, wide_norms: bool) -> None:
     kept_losses = LAYOUTS[front_runs.ONE][kept][:4]
@@ -79,6 +80,7 @@ def test_the_runs_still_have_one_curve(kept: str, wide_norms: bool) -> None:
         assert np.abs(np.array(losses) - kept_losses).max() < 1e-9
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
     front_picture.draw(CONTENT, tmp_path)
     for name in ("front.png", "front-dark.png"):

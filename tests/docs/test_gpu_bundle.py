@@ -27,6 +27,7 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.slow
 def test_parts_that_fail_or_hang_cost_their_own_result_only(tmp_path: Path) -> None:
     child = (
         "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
@@ -64,6 +65,7 @@ def _until_gone(process: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_report_is_there_after_each_part(tmp_path: Path) -> None:
     seen = f"import json; print(len(json.load(open({str(tmp_path / 'gpu.json')!r}))['parts'])); raise SystemExit(1)"
     report = runner.Runner(tmp_path, 20, {}).run(
@@ -103,6 +105,7 @@ def test_the_most_valuable_parts_fit_into_eight_minutes() -> None:
     assert sum(limits[:5]) <= 480
 
 
+@pytest.mark.slow
 def test_contestants_do_the_same_work_one_at_a_time(tmp_path: Path) -> None:
     script, file = str(ROOT / "benchmarks" / "gpu" / "throughput.py"), tmp_path / "found.json"
     options = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--seq", "32", "--out", str(file)]

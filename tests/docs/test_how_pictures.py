@@ -18,6 +18,7 @@ import pictures  # noqa: E402
 KEPT = json.loads(pictures.DATA.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mesh", "axes", "pieces", "pipelines"])
 def test_a_picture_shows_what_the_code_says(name: str) -> None:
     assert json.loads(json.dumps(pictures.PICTURES[name]())) == KEPT[name]
@@ -36,6 +37,7 @@ def test_the_picture_of_parity_shows_the_results_that_are_kept() -> None:
     assert json.loads(json.dumps(found)) == {name: KEPT["parity"][name] for name in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_each_picture_is_drawn_and_small_and_on_its_page(name: str, tmp_path: Path) -> None:
     from matplotlib import image

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 import tomllib
 import types
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshwright import get_registry
-from meshwright.base.validation import validated
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.testing import Case, pool
 from meshwright.testing.case import Outcome, share
@@ -35,6 +33,7 @@ def test_the_loop_of_the_readme_is_the_example() -> None:
     assert example.split('"""\n\n', 1)[1] == BLOCKS[0]
 
 
+@pytest.mark.slow
 def test_the_loop_runs_and_the_loss_falls() -> None:
     run = subprocess.run(
         [sys.executable, ROOT / "examples" / "loop.py"], capture_output=True, text=True, timeout=120, check=True
@@ -53,6 +52,7 @@ def _minimized_as_in_the_readme() -> tuple[float, float]:
     return float(loss), float(entropy)
 
 
+@pytest.mark.slow
 def test_an_objective_is_minimized_as_the_readme_does_it() -> None:
     for loss, entropy in pool(2).run(_minimized_as_in_the_readme):
         # Ratios are 1, so that the loss is minus the mean advantage.
@@ -66,6 +66,7 @@ def _load_as_in_the_readme(path: str) -> tuple[str, str]:
     return str(names["manager"].mesh.degrees), str(next(names["manager"].model_parts[0].parameters()).dtype)
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_loaded_as_the_readme_does_it(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     for degrees, dtype in pool(2).run(_load_as_in_the_readme, str(tmp_path)):
@@ -83,6 +84,7 @@ def _train_as_in_the_readme(directory: str) -> list[float]:
     return [each["loss"] for each in names["trainer"].state.log_history if "loss" in each]
 
 
+@pytest.mark.slow
 def test_a_trainer_of_trl_trains_as_the_readme_does_it(tmp_path: Path) -> None:
     texts = ["".join(chr(97 + (row * place) % 26) for place in range(40)) for row in range(24)]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
@@ -106,15 +108,19 @@ def _parity_of_block(source: str, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "case_of_the_readme",
-    [Case(microbatches=3, tied=True), Case(model_type="routed", route="ranks"), Case(frozen=("*proj*",))],
+    "case",
+    [
+        Case(microbatches=3, tied=True),
+        pytest.param(Case(model_type="routed", route="ranks"), marks=pytest.mark.slow),
+        pytest.param(Case(frozen=("*proj*",)), marks=pytest.mark.slow),
+    ],
 )
-def test_the_strategy_of_the_readme_reaches_parity(case_of_the_readme: Case) -> None:
-    case = case_of_the_readme
+def test_the_strategy_of_the_readme_reaches_parity(case: Case) -> None:
     found = difference(pool(4).run(_parity_of_block, BLOCKS[4], case), reference(case))
     assert found.worst <= 1e-9, found
 
 
+@pytest.mark.slow
 def test_the_test_of_the_readme_tries_every_cell() -> None:
     names: dict[str, Any] = {}
     exec(BLOCKS[5].replace('"plain"', '"ddp"'), names)
@@ -124,45 +130,16 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
     names["test_conformance"](cells[0])
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", *(f"docs/{name}.md" for name in ("adapters", "clusters", "data", "fit", "optimizers"))]
-)
-def test_run_files_that_documents_print_are_valid(document: str) -> None:
-    from meshwright.train.run.run_file import RunConfig
-
-    text = (ROOT / document).read_text(encoding="utf-8")
-    blocks = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
-    blocks += map(textwrap.dedent, re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, flags=re.MULTILINE))
-    found = [values for block in blocks if isinstance(values := _parsed(block), dict)]
-    found = [values for values in found if values.keys() & RunConfig.model_fields.keys()]
-    assert found
-    for values in found:
-        rest = {"model": {"model_type": "llama"}, "batch_size": 8, **({} if "epochs" in values else {"steps": 9})}
-        validated(RunConfig, {**rest, **values}, where=document)
-
-
-def _parsed(block: str) -> Any:
-    from meshwright.files.parsing import parse_yaml
-
-    try:
-        return parse_yaml(block)
-    except ValueError:
-        # Commands and Python.
-        return None
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        str(path.relative_to(ROOT))
-        for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/README.md")
-        for path in sorted(ROOT.glob(pattern))
-    ],
-)
-def test_linked_paths_exist(document: str) -> None:
-    path = ROOT / document
-    for target in re.findall(r"\]\((?!https:)([^)#]+)\)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), target
+def test_linked_paths_exist() -> None:
+    patterns = ("*.md", "changelog.d/*.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/README.md")
+    documents = (each for pattern in patterns for each in ROOT.glob(pattern))
+    missing = [
+        f"{document.relative_to(ROOT)}: {target}"
+        for document in documents
+        for target in re.findall(r"\]\((?!https:)([^)#]+)\)", document.read_text(encoding="utf-8"))
+        if not (document.parent / target).exists()
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("plugin", ["fsdp2", "ddp", "megatron_fsdp", "pipeline"])
@@ -172,7 +149,8 @@ def test_option_tables_name_every_option_and_tests_that_exist(plugin: str) -> No
     table = (ROOT / "plugins" / plugin / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| .* \| ((?:`test_\w+`(?:, )?)+) \|$", table, flags=re.MULTILINE)
     assert {option for option, _ in rows} == set(get_strategy(plugin).config_cls.model_fields)
-    sources = "".join(p.read_text() for p in [*ROOT.glob("tests/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")])
+    files = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")]
+    sources = "".join(file.read_text(encoding="utf-8") for file in files)
     for _, tests in rows:
         for test in re.findall(r"test_\w+", tests):
             assert f"def {test}(" in sources, test

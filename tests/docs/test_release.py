@@ -115,6 +115,7 @@ def _contents(wheel: Path) -> dict[str, bytes]:
         return {name: opened.read(name) for name in opened.namelist()}
 
 
+@pytest.mark.slow
 def test_wheels_hold_data_types_and_license_and_no_tests(two: Path) -> None:
     (wheel,) = two.glob("meshwright-*.whl")
     names = _contents(wheel).keys()
@@ -125,6 +126,7 @@ def test_wheels_hold_data_types_and_license_and_no_tests(two: Path) -> None:
     assert [name for name in _contents(plugin) if name.endswith("licenses/LICENSE")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", ["py.typed", "testing/zoo/zoo.yaml", "cli/main.py"])
 def test_what_a_wheel_lacks_is_named(gone: str, two: Path, tmp_path: Path) -> None:
     (wheel,) = two.glob("meshwright-*.whl")
@@ -139,6 +141,7 @@ def test_what_a_wheel_lacks_is_named(gone: str, two: Path, tmp_path: Path) -> No
     assert f"{wheel.name}: has tests/test_core.py, which is not of the package" in found
 
 
+@pytest.mark.slow
 def test_a_wheel_of_the_source_is_the_wheel_of_the_source_distribution(two: Path, tmp_path: Path) -> None:
     (source,) = two.glob("meshwright_fsdp2-*.tar.gz")
     with tarfile.open(source) as archive:
@@ -234,6 +237,7 @@ def _train(fresh: Fresh, where: Path, strategy: str, ranks: int) -> None:
     assert (where / "out" / "model" / "config.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fresh", ["two"], indirect=True)
 def test_an_extra_is_resolved_from_an_index_and_trains(fresh: Fresh, tmp_path: Path) -> None:
     assert fresh.install("meshwright[fsdp2]") == _named("meshwright", "meshwright-fsdp2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import tables
 
 HELD_ELSEWHERE = {"architecture.md", "mutations.md", "tests.md", "trainer-arguments.md"}
-"""By test_house, test_mutations, test_bugs and the trainer's test_arguments."""
+"""By test_architecture, test_sweep, test_bugs and the trainer's test_arguments."""
 
 
 @pytest.mark.parametrize("page", sorted(tables.PAGES.keys() - HELD_ELSEWHERE))
@@ -41,10 +40,3 @@ def test_every_kill_of_the_sweep_is_in_the_table_of_faults() -> None:
     text = tables.faults()
     assert text.split("## Each kill")[1].count("\n| ") - 1 == len(kills)
     assert f"Of {len(kills)} kills" in text
-
-
-def test_the_tables_are_written_by_a_command() -> None:
-    told = subprocess.run(
-        [sys.executable, tables.__file__, "--help"], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "--check" in told.stdout

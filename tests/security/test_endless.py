@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from security.small_run import small_run, write_small_run
+from support.commands import command
 
 from meshwright._compat import peft as peft_compat
 from meshwright.base.errors import ConfigError, DataError, ModelError
@@ -118,9 +117,12 @@ def _in_time(read: Callable[[Path], object], path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_pipe_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for_and_a_device_not_read_to_its_end(kind: str, tmp_path: Path) -> None:
     path = tmp_path / NAMES.get(kind, "file.txt")
     os.mkfifo(path)
+    _in_time(READERS[kind], path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
     _in_time(READERS[kind], path)
 
 
@@ -128,13 +130,6 @@ def test_code_that_is_no_file_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.py")
     with pytest.raises(ModelError, match=r"model\.py cannot be read: it is no file"):
         digest_of_code(tmp_path)
-
-
-@pytest.mark.parametrize("kind", READERS)
-def test_a_device_is_not_read_to_its_end(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / NAMES.get(kind, "file.txt")
-    path.symlink_to("/dev/zero")
-    _in_time(READERS[kind], path)
 
 
 @pytest.mark.parametrize("kind", ["chat template", "key", "small file"])
@@ -147,22 +142,16 @@ def test_a_small_file_that_is_large_is_refused(kind: str, tmp_path: Path) -> Non
         READERS[kind](path)
 
 
-def test_a_checkpoint_with_a_pipe_is_refused(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_commands_refuse_a_pipe(tmp_path: Path) -> None:
     place = tmp_path / "step-00000001"
     place.mkdir()
     os.mkfifo(place / "checkpoint.json")
-    command = [sys.executable, "-m", "meshwright", "checkpoint", "show", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_run_with_a_pipe_in_its_directory_is_refused(tmp_path: Path) -> None:
     run = write_small_run(tmp_path)
     out = Path(small_run(tmp_path)["output_dir"])
     out.mkdir()
     os.mkfifo(out / "metrics.jsonl")
-    command = [sys.executable, "-m", "meshwright", "train", str(run), "--set", "overwrite=true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
+    for arguments in (("checkpoint", "show", str(place)), ("train", str(run), "--set", "overwrite=true")):
+        done = command(*arguments, timeout_s=120)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr

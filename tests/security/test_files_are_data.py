@@ -423,6 +423,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, 
     }
 
 
+@pytest.mark.slow
 def test_no_file_runs_anything_under_any_command_though_y_is_answered(
     outcomes: dict[str, tuple[Case, int, str]],
 ) -> None:

@@ -21,9 +21,9 @@ import pytest
 import torch
 import yaml
 from security.small_run import write_small_run
-from support.checkpoints import reseal
+from support.bounded import bounded
 from support.watched import make_ranks, make_run, make_timeline
-from test_fuzz import bounded
+from test_checkpoint_formats import _reseal
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
@@ -146,7 +146,7 @@ def _checkpoint(place: Path) -> None:
 
 def _part_of_checkpoint(place: Path) -> None:
     # As one who crafts a checkpoint would.
-    reseal(next((place / "run" / "checkpoints").iterdir()))
+    _reseal(next((place / "run" / "checkpoints").iterdir()))
     _checkpoint(place)
 
 
@@ -251,7 +251,7 @@ def _cases(kind: str, count: int, whole: Path, place: Path) -> Iterator[tuple[st
         yield f"{kind} {number}", copy
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("count", [pytest.param(12, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spoilt_file_is_read_or_refused(
     kind: str, count: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,11 +261,10 @@ def test_a_spoilt_file_is_read_or_refused(
     monkeypatch.chdir(outside)
     monkeypatch.setenv("HOME", str(outside))
     outcomes: Counter[str] = Counter()
-    longest: list[float] = []
     for case, copy in _cases(kind, count, whole, tmp_path):
         before = {path.name for path in copy.iterdir()}
         try:
-            with bounded(case, longest):
+            with bounded(case):
                 KINDS[kind][1](copy)
             outcomes["read"] += 1
         except MeshwrightError as refusal:
@@ -278,5 +277,4 @@ def test_a_spoilt_file_is_read_or_refused(
         assert {path.name for path in copy.iterdir()} - before <= MAY_APPEAR, case
         assert not [path for path in outside.rglob("*") if path.is_file()], case
         assert {path.name for path in tmp_path.iterdir()} <= {"outside", "copy"}, case
-    sys.stdout.write(f"\n{kind}: {dict(outcomes)}, longest {max(longest):.2f} s of CPU\n")
     assert sum(outcomes.values()) == count

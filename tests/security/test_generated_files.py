@@ -71,7 +71,7 @@ def _run(script: str, place: Path, **environment: str) -> tuple[list[str], dict[
     return words, found
 
 
-@pytest.mark.parametrize("text", _hostile(40))
+@pytest.mark.parametrize("text", _hostile(15))
 def test_slurm(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / (RESERVED.sub("_", text) + "x")
     here.mkdir()
@@ -92,7 +92,7 @@ def test_slurm(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
-@pytest.mark.parametrize("text", _hostile(15))
+@pytest.mark.parametrize("text", _hostile(6))
 def test_kubernetes(kind: str, text: str) -> None:
     job = _job(
         "kubernetes",
@@ -134,7 +134,7 @@ def _texts(node: Any) -> Any:
         yield from _texts(each)
 
 
-@pytest.mark.parametrize("text", _hostile(40))
+@pytest.mark.parametrize("text", _hostile(15))
 def test_skypilot(text: str, tmp_path: Path) -> None:
     if "$" in text:
         with pytest.raises(ConfigError, match="SkyPilot takes for a variable"):
@@ -148,7 +148,7 @@ def test_skypilot(text: str, tmp_path: Path) -> None:
     assert environment["VALUE"] == text
 
 
-@pytest.mark.parametrize("text", _hostile(40))
+@pytest.mark.parametrize("text", _hostile(15))
 def test_ray(text: str) -> None:
     tree = ast.parse(files_of(_job("ray", text), "ray")["job.py"])
     (start,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "init" in ast.unparse(node.func)]

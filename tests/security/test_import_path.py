@@ -64,11 +64,13 @@ def test_the_modules_would_be_imported(place: Path) -> None:
     assert (place / "mark").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_with_keepers_and_pictures(place: Path) -> None:
     _passes(place, _console_script(), "train", "run.yaml")
     assert (place / "out" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_python_m(place: Path) -> None:
     # What Python loads before it runs any module of ours is its own matter; torch is not among it.
     code = "import runpy, sys, meshwright; print(*(name for name in sys.modules if '.' not in name))"
@@ -81,10 +83,12 @@ def test_python_m(place: Path) -> None:
     _passes(place, sys.executable, "-m", "meshwright", "train", "run.yaml", *alone)
 
 
+@pytest.mark.slow
 def test_the_search_of_the_planner(place: Path) -> None:
     _passes(place, _console_script(), "plan", "run.yaml", "--gpus", "2", "--device", "h100-80gb")
 
 
+@pytest.mark.slow
 def test_ranks_of_another_launcher_and_their_companions(place: Path) -> None:
     port = str(free_port())
     of_all = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -92,6 +96,7 @@ def test_ranks_of_another_launcher_and_their_companions(place: Path) -> None:
     _passes(place, _console_script(), "train", "run.yaml", *alone, **of_all, RANK="0", LOCAL_RANK="0")
 
 
+@pytest.mark.slow
 def test_a_run_that_python_starts(place: Path) -> None:
     script = place.parent / "script" / "main.py"
     script.parent.mkdir()

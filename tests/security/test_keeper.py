@@ -65,12 +65,10 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 def _send_on(connection: socket.socket, sent: list[int]) -> None:
     """All that the other takes."""
-    try:
+    with suppress(OSError):
         for _ in range(256):
             connection.sendall(b"x" * (1 << 20))
             sent.append(1 << 20)
-    except OSError:
-        pass
 
 
 def test_a_stranger_makes_a_keeper_hold_a_few_kilobytes(process: Process) -> None:
@@ -90,6 +88,7 @@ def test_a_stranger_makes_a_keeper_hold_a_few_kilobytes(process: Process) -> Non
     assert sum(sent) < 8 * (64 << 20)
 
 
+@pytest.mark.slow
 def test_silent_strangers_are_few_and_leave_soon_and_who_has_the_token_comes_through(process: Process) -> None:
     before = process.number("Threads")
     with ExitStack() as open_ones:
@@ -110,6 +109,7 @@ def test_silent_strangers_are_few_and_leave_soon_and_who_has_the_token_comes_thr
             pass
 
 
+@pytest.mark.slow
 def test_a_byte_now_and_then_wins_no_time(process: Process) -> None:
     with process.connection() as connection:
         began = time.monotonic()

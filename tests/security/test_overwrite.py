@@ -18,8 +18,13 @@ def _config(directory: Path) -> RunConfig:
     return RunConfig.model_validate({**values, "output_dir": str(directory), "resume": "never"})
 
 
-@pytest.mark.parametrize("name", [*REPLACED, *REPLACED_FILES])
-@pytest.mark.parametrize("list_of", [None, "[]", '["other"]', "{}", "5", '"model"', "nonsense", "[[1]]", "[null]"])
+@pytest.mark.parametrize(
+    ("name", "list_of"),
+    [
+        *((name, None) for name in [*REPLACED, *REPLACED_FILES]),
+        *((MODEL, text) for text in ("[]", '["other"]', "{}", "5", '"model"', "nonsense", "[[1]]", "[null]")),
+    ],
+)
 def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp_path: Path) -> None:
     mine = tmp_path / name
     if name in REPLACED:

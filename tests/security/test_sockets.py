@@ -97,12 +97,14 @@ def trained(run_file: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_waits_on_loopback_alone(trained: dict[str, int]) -> None:
     # The store, and at least one socket of gloo for each rank.
     assert len(trained) >= 3
     assert not beyond_loopback(trained)
 
 
+@pytest.mark.slow
 def test_a_replay_waits_on_loopback_alone(trained: dict[str, int], run_file: Path) -> None:
     codes, output, found = watched((meshwright("replay", str(run_file.parent / "out"), "--step", "12"), environment()))
     assert codes == [0], output
@@ -110,27 +112,27 @@ def test_a_replay_waits_on_loopback_alone(trained: dict[str, int], run_file: Pat
     assert not beyond_loopback(found)
 
 
-def test_a_calibration_waits_on_loopback_alone(tmp_path: Path) -> None:
-    command = meshwright("plan", "--calibrate", str(tmp_path / "machine.yaml"), "--ranks", "2")
-    _, output, found = watched((command, environment()), until=lambda _, number: number >= 3)
-    assert len(found) >= 3, output
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "sockets"),
+    [
+        (("plan", "--calibrate", "machine.yaml", "--ranks", "2"), 3),
+        (("check", "ddp", "--ranks", "2"), 3),
+        (("watch", ".", "--port", "PORT"), 1),
+    ],
+    ids=["calibration", "check", "watch"],
+)
+def test_other_commands_wait_on_loopback_alone(
+    arguments: tuple[str, ...], sockets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = meshwright(*(each.replace("PORT", str(free_port())) for each in arguments))
+    _, output, found = watched((command, environment()), until=lambda _, number: number >= sockets)
+    assert len(found) >= sockets, output
     assert not beyond_loopback(found)
 
 
-def test_a_check_waits_on_loopback_alone() -> None:
-    command = meshwright("check", "ddp", "--ranks", "2")
-    _, output, found = watched((command, environment()), until=lambda _, number: number >= 3)
-    assert len(found) >= 3, output
-    assert not beyond_loopback(found)
-
-
-def test_the_page_on_runs_waits_on_loopback_alone(tmp_path: Path) -> None:
-    command = meshwright("watch", str(tmp_path), "--port", str(free_port()))
-    _, output, found = watched((command, environment()), until=lambda text, _: "http" in text)
-    assert len(found) == 1, output
-    assert not beyond_loopback(found)
-
-
+@pytest.mark.slow
 def test_ranks_of_another_launcher_wait_where_it_says(tmp_path: Path) -> None:
     program = tmp_path / "loop.py"
     program.write_text(LOOP)

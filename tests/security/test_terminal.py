@@ -245,6 +245,7 @@ def _commands(place: Path, text: str) -> list[tuple[str, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_commands_write_what_files_hold_as_text(tmp_path: Path) -> None:
     texts = [each for each in HOSTILE if "\ud800" not in each and "\x00" not in each]
     commands = []

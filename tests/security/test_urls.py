@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from security.small_run import write_small_run
 from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError
@@ -76,13 +77,7 @@ def test_a_name_that_a_server_lists_makes_no_chain(name: str) -> None:
 )
 def test_every_command_that_takes_a_url_refuses_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
     url = "reference://::data:x"
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        f"strategy: single\nnproc: 1\ndevice: cpu\nsteps: 1\noutput_dir: {tmp_path / 'out'}\nbatch_size: 1\n"
-        "model: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,"
-        " num_attention_heads: 1}\n"
-        f"data: {{corpus: ['{__file__}'], cache_dir: {tmp_path / 'cache'}, vocab_size: 300, seq_len: 8}}\n"
-    )
+    run = write_small_run(tmp_path)
     if arguments[0] == "train":
         command = [arguments[0], str(run), *(each.format(url=url) for each in arguments[1:])]
     else:

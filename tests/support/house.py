@@ -1,65 +1,40 @@
-"""The house: its rooms, what stands on what, and how large things are, read from the sources' imports.
+"""Rooms of core and the imports between them, for the table and the picture of docs/architecture.md.
 
-    python tests/support/house.py          # draws docs/house.png, and writes the table of rooms into docs/architecture.md
+    python tests/support/house.py          # draws docs/house.png, and writes the table
 
-Imports under TYPE_CHECKING and within functions count: who reads a module must know what they lead to.
+The order of the rooms is that of the contracts of import-linter in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
-from collections import defaultdict
+import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FLOORS = (
-    ("base",),
-    ("events", "files", "_compat"),
-    ("mesh",),
-    ("tensors",),
-    ("model",),
-    ("strategy", "optim"),
-    ("launch", "step", "objectives", "data", "checkpoint"),
-    ("memory",),
-    ("parallel", "profile", "train"),
-    ("manager",),
-    ("single", "testing"),
-    ("plan",),
-    ("clusters", "guide", "watch"),
-    ("replay",),
-    ("cli",),
-)
-"""The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""
-SMALL_CORE = ("base", "mesh", "strategy")
-PIPELINE = ("schedule", "config", "cut", "run", "state", "start", "manager")
 BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
-OUTSIDE = "the package itself"
+_CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+_LAYERS = next(each["layers"] for each in _CONTRACTS if each.get("containers") == ["meshwright"])
+FLOORS = [layer.split(" : ") for layer in reversed(_LAYERS)]
+"""Rooms of core from the bottom up."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One file of a package.
-
-    Attributes:
-        name: with the package's.
-        imports: names of modules of the same package that it imports.
-    """
+    """One file of a package; `name` starts with the package's."""
 
     name: str
     path: Path
-    imports: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def room(self) -> str:
-        package, *parts = self.name.split(".")
-        # Core has rooms alone; a plugin has modules beside them.
-        is_room = len(parts) > 1 or self.path.name == "__init__.py" or package != "meshwright"
-        return parts[0] if parts and is_room else OUTSIDE
+        """The folder within the package; empty for modules of the package itself."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 2 or (len(parts) == 2 and self.path.name == "__init__.py") else ""
 
     @cached_property
     def text(self) -> str:
@@ -73,11 +48,16 @@ class Module:
     def lines(self) -> int:
         return self.text.count("\n")
 
-
-def read(package: Path) -> dict[str, Module]:
-    """The modules of a package by name, with what they import."""
-    paths = {_name(path, package): path for path in sorted(package.rglob("*.py"))}
-    return {name: Module(name, path, frozenset(_imports(name, path, paths))) for name, path in paths.items()}
+    def imports(self) -> Iterator[str]:
+        """Dotted names that the module imports, also within functions."""
+        package = self.name.split(".") if self.path.name == "__init__.py" else self.name.split(".")[:-1]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                start = package[: len(package) - node.level + 1] if node.level else []
+                base = ".".join([*start, *filter(None, [node.module])])
+                yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def packages() -> list[Path]:
@@ -85,108 +65,47 @@ def packages() -> list[Path]:
     return [path for path in sorted(found) if (path / "__init__.py").is_file()]
 
 
-def _name(path: Path, package: Path) -> str:
-    parts = path.relative_to(package.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imports(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")
-            start = ".".join(above[: len(above) - node.level + 1]) if node.level else ""
-            base = ".".join(part for part in (start, node.module or "") if part)
-            for alias in node.names:
-                target = f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
-                if target in known and target != name:
-                    yield target
-
-
-def arrows(modules: Mapping[str, Module]) -> dict[tuple[str, str], list[str]]:
-    """From room to room: who imports what. The package's own `__init__` names what is public, and leans on nothing."""
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for module in modules.values():
-        for target in sorted(module.imports):
-            pair = module.room, modules[target].room
-            if pair[0] != pair[1] and OUTSIDE not in pair:
-                found[pair].append(f"{module.name} -> {target}")
-    return dict(found)
-
-
-def upward(modules: Mapping[str, Module], order: tuple[str, ...]) -> list[str]:
-    """Imports of a room by one that stands below it, or beside it to the left."""
-    place = {room: index for index, room in enumerate(order)}
-    return [text for (room, other), texts in arrows(modules).items() if place[other] > place[room] for text in texts]
-
-
-def circles(modules: Mapping[str, Module]) -> list[list[str]]:
-    """Groups of modules that import each other, by way of others perhaps (Tarjan 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        # Importing a module of a package runs the package's `__init__`, which may name it.
-        for other in sorted(modules[name].imports):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[name] = min(low[name], low[other])
-        if low[name] == index[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    sys.setrecursionlimit(10_000)
-    for name in modules:
-        if name not in index:
-            visit(name)
+def read(package: Path) -> dict[str, Module]:
+    """The modules of a package by name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = Module(name, path)
     return found
 
 
-# -- the page
-
-
-def first_sentence(module: Module) -> str:
-    text = (ast.get_docstring(module.tree) or "").split("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
+def arrows(modules: Mapping[str, Module]) -> set[tuple[str, str]]:
+    """Pairs of rooms of core of which the first imports the second."""
+    names = ((module.room, name.split(".")) for module in modules.values() for name in module.imports())
+    pairs = {(room, parts[1]) for room, parts in names if parts[0] == "meshwright" and len(parts) > 1}
+    rooms = {room for floor in FLOORS for room in floor}
+    return {(one, other) for one, other in pairs if {one, other} <= rooms and one != other}
 
 
 def table(modules: Mapping[str, Module]) -> str:
-    """The rooms from the ground up, as a table in Markdown."""
-    leans = arrows(modules)
+    """The rooms from the bottom up, as a table in Markdown."""
+    rooms = [room for floor in FLOORS for room in floor]
+    pairs = arrows(modules)
     rows = ["| room | what is in it | stands on |", "|---|---|---|"]
-    for room in (room for floor in FLOORS for room in floor):
-        on = [other for floor in FLOORS for other in floor if (room, other) in leans]
-        said = first_sentence(modules[f"meshwright.{room}"])
-        rows.append(f"| `{room}` | {said} | {', '.join(on)} |")
+    for room in rooms:
+        text = (ast.get_docstring(modules[f"meshwright.{room}"].tree) or "").split("\n\n")[0].replace("\n", " ")
+        sentence = re.split(r"(?<=\.) (?=[A-Z])", text)[0]
+        rows.append(f"| `{room}` | {sentence} | {', '.join(each for each in rooms if (room, each) in pairs)} |")
     return "\n".join(rows)
 
 
 def page(text: str, modules: Mapping[str, Module]) -> str:
-    """docs/architecture.md with the table as it should be."""
+    """docs/architecture.md with the table of today's sources."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{table(modules)}\n\n{END}{rest.split(END)[1]}"
 
 
 def draw(modules: Mapping[str, Module], path: Path) -> None:
-    """Rooms as boxes on their floors, and what each stands on; what follows from other arrows is left out."""
+    """Draw rooms as boxes, with arrows to what they import, except those that follow from other arrows."""
     import networkx as nx
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    graph = nx.transitive_reduction(nx.DiGraph(list(arrows(modules))))
-    figure = Figure(figsize=(9, 11))
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
+    axes = Figure(figsize=(9, 11)).add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(0, 9)
     axes.set_ylim(-0.2, len(FLOORS))
@@ -197,22 +116,12 @@ def draw(modules: Mapping[str, Module], path: Path) -> None:
     }
     for room, (x, y) in place.items():
         lines = sum(module.lines for module in modules.values() if module.room == room)
-        small = room in SMALL_CORE
-        box = FancyBboxPatch(
-            (x - 0.95, y - 0.24), 1.9, 0.48, boxstyle="round,pad=0.02", fc="#dbe9f6" if small else "#f4f1ea", ec="#555"
-        )
-        axes.add_patch(box)
-        axes.text(x, y + 0.06, room, ha="center", va="center", fontsize=12, weight="bold" if small else "normal")
-        axes.text(x, y - 0.13, f"{lines:,} lines", ha="center", va="center", fontsize=8, color="#666")
-    for room, other in graph.edges:
-        (x1, y1), (x2, y2) = place[room], place[other]
-        start, end = ((x1, y1 - 0.26), (x2, y2 + 0.26)) if y1 > y2 else ((x1 - 0.98, y1), (x2 + 0.98, y2))
-        bend = 0.0 if y1 - y2 < 1.5 else 0.18
-        arrow = FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=10, color="#888", lw=0.9, connectionstyle=f"arc3,rad={bend}"
-        )
-        axes.add_patch(arrow)
-    figure.savefig(path, dpi=110)
+        box = {"boxstyle": "round,pad=0.4", "fc": "#f4f1ea", "ec": "#555"}
+        axes.text(x, y, f"{room}\n{lines:,} lines", ha="center", va="center", fontsize=9, bbox=box)
+    for room, other in nx.transitive_reduction(nx.DiGraph(sorted(arrows(modules)))).edges:
+        arrow = {"arrowstyle": "-|>", "color": "#888", "shrinkA": 16, "shrinkB": 16}
+        axes.annotate("", place[other], place[room], arrowprops=arrow)
+    axes.figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a user writes over the public names, for type checkers alone: `tests/contract/test_typed.py` has them read it."""
+"""A user's program over the public names, which type checkers read in `tests/contract/test_typed.py`."""
 
 from __future__ import annotations
 
