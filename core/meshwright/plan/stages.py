@@ -22,9 +22,10 @@ from typing import Protocol
 from pydantic import BaseModel
 
 from ..base.errors import MeshwrightError
+from .allocator import COMPUTE
 from .depth import Net, NotLinear, Numbers, Point, Report, are_alike, mixed
 from .device import Device
-from .time import COMPUTE, Timeline, play
+from .time import Timeline, play
 from .trace import Job, Trace
 
 DEPTHS = ((2, 3, 4), (4, 6, 8))

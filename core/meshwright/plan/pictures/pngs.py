@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
+from ..allocator import COMPUTE
 from ..report import size_text
-from ..time import COMPUTE
 from . import drawings
 from .marks import COLOURS, Dot, Line, Picture, Rect, Text
 from .series import LINKS, PHASES, Lane
@@ -81,7 +81,10 @@ def _painted(picture: Picture, subject: Shown) -> Any:
             words.set(zorder=order, weight="bold" if mark.is_bold else "normal")
             words.set_path_effects([withStroke(linewidth=3, foreground="white")] if mark.has_halo else [])
             continue
-        line = {"linewidth": 0.75 * mark.style.width, "linestyle": (0, mark.style.dash) if mark.style.dash else "-"}
+        line: dict[str, Any] = {
+            "linewidth": 0.75 * mark.style.width,
+            "linestyle": (0, mark.style.dash) if mark.style.dash else "-",
+        }
         fill, edge = (_LIGHT.get(name, "none") for name in (mark.style.fill, mark.style.stroke))
         face = (fill, mark.style.opacity) if fill != "none" else fill
         if isinstance(mark, Rect):

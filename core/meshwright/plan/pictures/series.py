@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...mesh.sizes import Degrees
+from ..allocator import COMPUTE
 from ..device import Device
 from ..links import members
 from ..meter import OWNERS
-from ..time import COMPUTE, Span, Timeline
+from ..time import Span, Timeline
 from ..trace import Operation, Trace
 
 INSIDE, BETWEEN = LINKS = ("inside", "between")

@@ -14,10 +14,11 @@ from typing import Any
 from ...base.errors import BatchError, ConfigError, MeshwrightError
 from ...base.validation import validated
 from ...train.run.run_file import RunConfig
+from ..allocator import COMPUTE
 from ..device import Device
 from ..job import job_of
 from ..planned import most_of, plan, reserved_of, trace_rank
-from ..time import COMPUTE, Timeline, play
+from ..time import Timeline, play
 from ..trace import Job
 
 DEPTHS = (3, 5)

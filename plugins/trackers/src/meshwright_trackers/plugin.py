@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.validation import FrozenModel
 from meshwright.events.run import RunInfo, TrackerSpec
 from meshwright.strategy.hooks import hookimpl
 
@@ -81,10 +83,14 @@ build_mlflow = _builder("mlflow", "MLflow")
 build_trackio = _builder("trackio", "Trackio")
 
 
+def _check(library: Library, config: FrozenModel) -> None:
+    library.check()
+
+
 @hookimpl
 def register_trackers() -> list[TrackerSpec]:
     return [
-        TrackerSpec(library.tracker, summary, config_cls, build, lambda config, library=library: library.check())
+        TrackerSpec(library.tracker, summary, config_cls, build, partial(_check, library))
         for library, summary, config_cls, build in (
             (TENSORBOARD, "Event files, which TensorBoard shows.", TensorBoardConfig, build_tensorboard),
             (WANDB, "Weights & Biases, online or offline.", WandbConfig, build_wandb),
