@@ -22,8 +22,8 @@ import torch
 import yaml
 from security.small_run import write_small_run
 from support.bounded import bounded
+from support.checkpoints import reseal
 from support.watched import make_ranks, make_run, make_timeline
-from test_checkpoint_formats import _reseal
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
@@ -146,7 +146,7 @@ def _checkpoint(place: Path) -> None:
 
 def _part_of_checkpoint(place: Path) -> None:
     # As one who crafts a checkpoint would.
-    _reseal(next((place / "run" / "checkpoints").iterdir()))
+    reseal(next((place / "run" / "checkpoints").iterdir()))
     _checkpoint(place)
 
 

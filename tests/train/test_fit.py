@@ -322,7 +322,7 @@ def test_what_fails_on_one_rank_ends_all_of_them(make: str, kind: str, text: str
         ({"steps": 2, "early_stopping": EarlyStopping("b")}, "early_stopping looks at the set 'b'; the loop's are: a"),
         ({"steps": 2, "early_stopping": EarlyStopping("a")}, "early_stopping needs evaluations before the end"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_a_loop_that_cannot_be_run_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
