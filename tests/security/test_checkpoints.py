@@ -281,8 +281,8 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
             outcomes[False] += 1
             continue
         source = Source(LocalFolder(place), manifest, named=None, changed=(), keeps=-1, metrics=None)
-        told = source.has_average, source.order, source.left_out, source.position()
-        assert [type(each) for each in told] == [bool, int, int, int], (path, odd)
+        told = source.has_average, source.left_out, source.position()
+        assert [type(each) for each in told] == [bool, int, int], (path, odd)
         Watch(stopping, best, source.watched).state()  # type: ignore[arg-type]
         BadSteps(BadStepConfig(do="skip"), (source.watched or {}).get(BAD_STEPS)).state()
         best_of([LocalFolder(place)], "held_out", 1)
