@@ -1,8 +1,8 @@
 """Signals that ask a run to stop: noted when they come, and obeyed at the end of a step.
 
 [Note: stopping] A scheduler announces by a signal that it will take a machine some time later. A rank notes the signal;
-before the next step all ranks agree to stop (see `meshwright.train.loop.ahead`), save, and leave with `Stopped`. A second
-signal ends a rank at once. One signal may come twice, from the scheduler, which signals all processes, and from a
+before the next step all ranks agree to stop (see `meshwright.train.loop.ahead`), save, and leave with `Stopped`. A
+second signal ends a rank at once. One signal may come twice, from the scheduler, which signals all processes, and from a
 launcher, which passes on its own; within SAME_S they count as one.
 
 Python runs signal handlers in the main thread between two instructions, so a rank that waits for a peer inside torch
