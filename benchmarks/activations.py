@@ -1,7 +1,7 @@
 """Count what a budget of activations buys: bytes held, and operations computed again. One process, no times.
 
 For each budget between the least that can be met and all, a step of a Llama is run twice: for what its blocks hold when
-the forward is done, by their tensors (`meshwright.testing.memory`), and for its operations, by torch's counter.
+the forward is done, by their tensors (`tests/support/measures.py`), and for its operations, by torch's counter.
 
     python benchmarks/activations.py --json results.json
 """
@@ -27,7 +27,9 @@ from meshwright.model.knapsack import ONE_STAGE, Choices
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.token_loss import token_loss_sum
-from meshwright.testing.memory import measure_memory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.measures import measure_memory
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 """Budgets, from the least to everything."""

@@ -2,7 +2,7 @@
 
 One rank under `single` takes a step on a sequence of `--length` tokens; then `--ranks` ranks, fsdp2 with cp_size of as
 many, take one on a sequence so many times as long, once by all-gather and once by Ulysses. The model is the same, a
-random Llama in float32. Each rank tells the peak of what its tensors hold (`meshwright.testing.memory`) and the peak of
+random Llama in float32. Each rank tells the peak of what its tensors hold (`tests/support/measures.py`) and the peak of
 its resident memory, above what it held before it had a model (VmHWM; Linux with glibc only). In a first step on a few
 tokens, losses and gradient norms must be those of one rank.
 
@@ -35,9 +35,11 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.stack import resolve
-from meshwright.testing.memory import measure_memory
 from meshwright.testing.pool import pool
 from meshwright.train.run.run_file import OptimizerConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.measures import measure_memory
 
 WAYS = ("allgather", "ulysses")
 FEW = 64

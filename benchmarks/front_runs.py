@@ -6,10 +6,12 @@ import argparse
 import inspect
 import json
 import pydoc
+import sys
 import tarfile
 import typing
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,8 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import meshwright as mw
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing.collectives import Collective, measure_collectives
-from meshwright.testing.memory import measure_memory
+from meshwright.tracing.collectives import Collective, measure_collectives
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.measures import measure_memory
 
 ONE = "one process"
 RANKS = 4

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from common import llama, origin
+from support.measures import limit_memory
 from transformers import AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, RankError, count_tokens, open_world, optimizer_factory, resolve
 from meshwright.testing import pool
-from meshwright.testing.memory import limit_memory
 from meshwright.train.run.run_file import OptimizerConfig
 
 VOCABULARY, FEATURES, SEQUENCES, LENGTH, STEPS = 131_072, 64, 2, 512, 10

@@ -23,7 +23,9 @@ from torch.nn import functional as F
 
 from meshwright.step.rows import Rows, token_loss
 from meshwright.step.token_loss import target_loss_sum
-from meshwright.testing.memory import measure_memory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.measures import measure_memory
 
 Contestant = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import llama, origin
+from support.measures import limit_memory, measure_memory
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from meshwright.base.types import Batch
 from meshwright.objectives import DPO
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import pool
-from meshwright.testing.memory import limit_memory, measure_memory
 from meshwright.train.run.run_file import OptimizerConfig
 
 VOCABULARY, FEATURES, SEQUENCES, LENGTH, PROMPT = 131_072, 64, 2, 512, 64

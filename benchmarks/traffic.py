@@ -2,7 +2,7 @@
 
 All contestants live in each rank, with equal weights and batches, and their losses and gradient norms must agree at
 every step. The collectives of the second step are counted, exactly; the bytes of a call are those of the whole tensor
-(`meshwright.testing.collectives`). Then a round runs one step of each, in an order that changes, and the median over
+(`meshwright.tracing.collectives`). Then a round runs one step of each, in an order that changes, and the median over
 rounds of each one's time / fsdp2's is told: on a CPU it says what the strategies' own work costs, not how they overlap
 with a GPU.
 
@@ -32,7 +32,7 @@ from step import TOLERANCE, Plan, about
 
 from meshwright.launch.local import launch
 from meshwright.launch.open_world import open_world
-from meshwright.testing.collectives import Traffic, measure_collectives
+from meshwright.tracing.collectives import Traffic, measure_collectives
 
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),

@@ -22,8 +22,8 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Piece, Sharded
 from meshwright.tensors.state import OptimizerState
 from meshwright.testing import Case, pool
-from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.tracing.collectives import Traffic, measure_collectives
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),

@@ -12,8 +12,8 @@ from meshwright.base.types import Batch
 from meshwright.testing import Case, Outcome, conformance, pool
 from meshwright.testing.case import share
 from meshwright.testing.cells import register
-from meshwright.testing.objectives import preference, with_columns
 from meshwright.testing.parity import build_manager, difference, train_case
+from meshwright.testing.tasks import preference, with_columns
 
 
 def _trained(case: Case, ranks: int) -> Outcome:

@@ -86,9 +86,9 @@ from meshwright.model.pretrained.files import Held
 from meshwright.model.pretrained.recorded import Recorded
 from meshwright.tensors.state import whole_tensor
 from meshwright.testing import pool
-from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.pool import GROUP_TIMEOUT_S
+from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
 
 
 def _flattened() -> tuple[list[int], tuple[str, ...], int]:

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import limit_memory, measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor
 
 from meshwright import ConfigError, Mesh, MeshSizes, MeshwrightError, RankError, StrategyError, open_world, resolve
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
-from meshwright.testing.memory import limit_memory, measure_memory
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 

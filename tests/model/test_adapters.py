@@ -31,8 +31,7 @@ from meshwright._compat.peft_tying import tie_adapters
 from meshwright.base.errors import ModelError
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import Case, pool
-from meshwright.testing.adapters import adapted_model
-from meshwright.testing.models import case_model
+from meshwright.testing.models import adapted_model, case_model
 from meshwright.testing.parity import difference, reference, train_case
 
 pytest.importorskip("peft")

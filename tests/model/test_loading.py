@@ -18,8 +18,7 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE, Outcome
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import difference, full_weights, reference, train_steps
-from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
-from meshwright.testing.zoo.wide import compute_in_float64
+from meshwright.testing.zoo import compute_in_float64, zoo_config, zoo_model, zoo_reason, zoo_types
 
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {

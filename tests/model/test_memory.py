@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.measures import Held, measure_memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright._compat.torch import GLOO_THREAD
 from meshwright.plan.meter import StepMeter
-from meshwright.testing.memory import Held, measure_memory
 from meshwright.testing.pool import pool
 
 MB = 2**20

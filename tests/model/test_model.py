@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support.measures import measure_memory
 
 from meshwright import Mesh, MeshSizes, open_world, resolve
 from meshwright.base.errors import ModelError
@@ -18,7 +19,6 @@ from meshwright.model.build import build_model, dtype_of
 from meshwright.model.configuration import model_config
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
-from meshwright.testing.memory import measure_memory
 
 LLAMA = {
     "model_type": "llama",

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support.measures import Counting
 from torch import nn
 
 from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
@@ -16,7 +17,6 @@ from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blo
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab, tiny_model
-from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, train_steps
 
 BLOCKS = 3

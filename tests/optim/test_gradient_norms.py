@@ -17,10 +17,10 @@ from meshwright.model.layout import in_order
 from meshwright.step.agreement import count_tokens
 from meshwright.tensors.norms import squares_by_part
 from meshwright.testing import Case, pool
-from meshwright.testing.block_norms import FoundNorms, norms_reference, train_by_block
 from meshwright.testing.case import share
-from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing.tasks import FoundNorms, norms_reference, train_by_block
+from meshwright.tracing.collectives import Traffic, measure_collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 

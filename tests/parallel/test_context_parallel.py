@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.measures import Counting
 from torch import Tensor, nn
 
 from meshwright import (
@@ -28,7 +29,6 @@ from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import TOLERANCE, share
 from meshwright.testing.models import case_vocab, tiny_model
-from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}

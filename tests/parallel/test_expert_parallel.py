@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import training_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -28,9 +29,9 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import Outcome
 from meshwright.testing.models import case_model
-from meshwright.testing.observe import Observer
-from meshwright.testing.parity import build_manager, difference, full_weights, train_steps, training_step
+from meshwright.testing.parity import build_manager, difference, full_weights, train_steps
 from meshwright.testing.zoo import zoo_config
+from meshwright.tracing.observe import Observer
 
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
 SLOW = pytest.mark.slow

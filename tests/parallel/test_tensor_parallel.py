@@ -25,9 +25,9 @@ from meshwright.step.row_head import RowHead
 from meshwright.step.token_loss import targets
 from meshwright.testing import Case, Cell, pool
 from meshwright.testing.case import global_batch, share
-from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.tracing.collectives import measure_collectives
 from meshwright.train.run.run_file import OptimizerConfig
 
 TP2 = {"tp_size": 2}

@@ -39,9 +39,9 @@ from meshwright.parallel.tensor.module_styles import Plan
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case, pool
-from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import TINY, case_model, tiny_model
 from meshwright.testing.parity import difference
+from meshwright.tracing.collectives import measure_collectives
 
 GATE = "model.layers.*.mlp.gate_proj"
 ONE = {GATE: "colwise_gather_output"}

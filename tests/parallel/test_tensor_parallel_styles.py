@@ -25,7 +25,7 @@ from meshwright.parallel.tensor.collectives import (
 from meshwright.step.rows import Rows, token_loss
 from meshwright.step.token_loss import targets, token_loss_sum
 from meshwright.testing import pool
-from meshwright.testing.collectives import measure_collectives
+from meshwright.tracing.collectives import measure_collectives
 
 
 def test_chunks_are_those_of_torch() -> None:

@@ -25,8 +25,8 @@ from meshwright.plan.device import Device, Node, find_device
 from meshwright.plan.meter import Held
 from meshwright.plan.time import play
 from meshwright.plan.trace import Operation, Trace
-from meshwright.testing.collectives import Collective
 from meshwright.testing.pool import pool
+from meshwright.tracing.collectives import Collective
 
 TINY = Effort(
     window_s=0.002,

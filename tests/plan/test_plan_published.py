@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.measures import Counting
 from torch import nn
 
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.testing.models import tiny_model
-from meshwright.testing.observe import Counting
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -20,7 +20,7 @@ from meshwright.plan.device import DEVICES, Device, Link, devices, find_device
 from meshwright.plan.meter import Held, StepMeter
 from meshwright.plan.time import COMPUTE, Timeline, play
 from meshwright.plan.trace import Operation, Trace, touched
-from meshwright.testing.collectives import Collective
+from meshwright.tracing.collectives import Collective
 
 H100 = find_device("h100-80gb")
 LINK = Link(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)

@@ -44,7 +44,7 @@ from meshwright.testing.case import TOLERANCE, share
 from meshwright.testing.cells import register
 from meshwright.testing.models import TINY
 from meshwright.testing.parity import difference, full_weights
-from meshwright.testing.zoo.wide import compute_in_float64
+from meshwright.testing.zoo import compute_in_float64
 
 PAD, VOCAB = 130, 131
 SIZES: dict[str, dict[str, Any]] = {

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.measures import count_reads
 from support.tiers import mostly_slow
 
 from meshwright import BatchError, count_tokens, open_world
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
-from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.parity import build_manager
-from meshwright.testing.reads import count_reads
+from meshwright.tracing.collectives import Traffic, measure_collectives
 
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}
 NAN = {"report_nan_in_param_grad": True, "check_for_nan_in_grad": True}

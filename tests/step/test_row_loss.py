@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import limit_memory, measure_memory
 from support.tensor_only import prepare
 from support.tiers import mostly_slow
 from torch import Tensor, nn
@@ -37,11 +38,10 @@ from meshwright.strategy.registry import model_layout
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import global_batch
-from meshwright.testing.memory import limit_memory, measure_memory
 from meshwright.testing.models import case_vocab
-from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright.tracing.observe import Observer
 from meshwright.train.run.run_file import OptimizerConfig
 
 CHUNK = 5

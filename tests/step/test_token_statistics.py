@@ -9,6 +9,7 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
+from support.measures import measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from meshwright.base.types import TokenStatistic
 from meshwright.parallel.tensor.collectives import ShardedVocabulary, chunk_sizes
 from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
 from meshwright.testing import pool
-from meshwright.testing.memory import measure_memory
 
 N, H, V = 23, 6, 19
 STATISTICS: tuple[TokenStatistic, ...] = get_args(TokenStatistic)

@@ -16,11 +16,10 @@ from meshwright.model.pretrained import open_pretrained
 from meshwright.optim.build import optimizer_factory
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case
-from meshwright.testing.adapters import adapted_model
 from meshwright.testing.case import share
-from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.models import case_model
+from meshwright.testing.models import adapted_model, case_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.tracing.collectives import measure_collectives
 from meshwright.train.run.run_file import OptimizerConfig
 
 R = {"r": 4, "lora_alpha": 8}

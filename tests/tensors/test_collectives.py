@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.testing import pool
-from meshwright.testing.collectives import Collective, Traffic, measure_collectives
+from meshwright.tracing.collectives import Collective, Traffic, measure_collectives
 
 
 def _plain(traffic: Traffic) -> list[tuple[str, int, torch.dtype, int]]:

@@ -19,7 +19,7 @@ from meshwright.parallel.expert import find_experts
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.testing import pool
-from meshwright.testing.collectives import measure_collectives
+from meshwright.tracing.collectives import measure_collectives
 from meshwright.train.run.run_file import OptimizerConfig
 
 SLOW = pytest.mark.slow

@@ -23,15 +23,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright
 if CHROMIUM is None:
     pytest.skip("needs Chromium: apt-get install chromium", allow_module_level=True)
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = pytest.mark.slow
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 PATIENCE_MS = 60_000
 
@@ -92,10 +85,6 @@ def two(tmp_path_factory) -> tuple[Path, Path]:
 def _expect(locator: Any) -> Any:
     playwright.expect.set_options(timeout=PATIENCE_MS)
     return playwright.expect(locator)
-
-
-def _background(page: Any) -> str:
-    return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
 def test_two_runs_side_by_side_with_the_step_from_which_they_differ(two, opened):
@@ -159,17 +148,18 @@ def test_ranks_stragglers_and_timelines_are_shown(two, opened):
 
 def test_light_and_dark_by_the_system_and_by_a_switch_that_is_kept(two, opened):
     page = opened(two[0], scheme="dark")
-    dark = _background(page)
-    assert dark == "rgb(15, 18, 22)"
+    background = "getComputedStyle(document.body).backgroundColor"
+    dark = "rgb(15, 18, 22)"
+    assert page.evaluate(background) == dark
     page.emulate_media(color_scheme="light")
-    assert _background(page) == "rgb(255, 255, 255)"
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
     page.keyboard.press("d")
     page.keyboard.press("d")
     assert page.locator("#theme").inner_text() == "Theme: dark"
-    assert _background(page) == dark
+    assert page.evaluate(background) == dark
     page.reload()
     page.wait_for_selector("#steps canvas")
-    assert _background(page) == dark
+    assert page.evaluate(background) == dark
     # Pictures have the colours of the theme, too.
     ink = "getComputedStyle(document.documentElement).getPropertyValue('--run-0').trim()"
     assert page.evaluate(ink) == "#7fb0ff"
@@ -214,9 +204,12 @@ def test_by_keyboard_alone(two, opened):
 
 
 def test_lines_that_are_added_are_shown_within_seconds(tmp_path, opened):
-    run = make_run(tmp_path / "run", 50, of_steps=200)
+    run = tmp_path / "run"
+    run.mkdir()
+    page = opened(run, ready=".badge.waiting")
+    make_run(run, 50, of_steps=200)
+    page.wait_for_selector("#steps canvas")
     (run / ".lock.json").write_text('{"pid": 1, "host": "elsewhere"}', encoding="utf-8")
-    page = opened(run)
     page.wait_for_selector(".badge.running")
     assert page.locator(".facts dd").first.inner_text() == "50 / 200"
     write_lines(run / "metrics.jsonl", [step_line(51), step_line(52, loss=123.456)])
@@ -234,30 +227,11 @@ def test_lines_that_are_added_are_shown_within_seconds(tmp_path, opened):
     page.wait_for_selector(".badge.failed")
 
 
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path, opened):
-    (tmp_path / "run").mkdir()
-    page = opened(tmp_path / "run", ready=".badge.waiting")
-    make_run(tmp_path / "run", 5)
-    page.wait_for_selector("#steps canvas")
-
-
-class _Computing:
+def _computed_s(client: Any) -> float:
     """Seconds that the page's main thread has computed for, on however busy a machine."""
-
-    def __init__(self, page: Any) -> None:
-        self._page, self._client = page, page.context.new_cdp_session(page)
-        self._client.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def seconds(self) -> float:
-        found = self._client.send("Performance.getMetrics")["metrics"]
-        return next(each["value"] for each in found if each["name"] == "TaskDuration")
-
-    def during(self, act: Callable[[], None]) -> float:
-        """Of an act, and all that follows from it."""
-        before = self.seconds()
-        act()
-        self._page.wait_for_timeout(1000)
-        return self.seconds() - before
+    return next(
+        each["value"] for each in client.send("Performance.getMetrics")["metrics"] if each["name"] == "TaskDuration"
+    )
 
 
 @pytest.mark.zoo
@@ -268,10 +242,19 @@ def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_smooth(tmp_path, ope
     began = time.process_time()
     page = opened(run)
     of_server = time.process_time() - began
-    computing = _Computing(page)
+    client = page.context.new_cdp_session(page)
+    client.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def during(act: Callable[[], None]) -> float:
+        """Seconds of an act, and of all that follows from it."""
+        before = _computed_s(client)
+        act()
+        page.wait_for_timeout(1000)
+        return _computed_s(client) - before
+
     _expect(page.locator(".facts dd").first).to_have_text("100,000 / 100,000")
     page.wait_for_selector("#ranks td >> text=forward backward")
-    of_page = computing.seconds()
+    of_page = _computed_s(client)
     assert of_server + of_page < 3
     page.wait_for_timeout(3000)
     plot = page.locator("#steps .plot").first
@@ -285,12 +268,12 @@ def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_smooth(tmp_path, ope
         page.wait_for_selector("#all:visible")
 
     moves = [
-        computing.during(lambda part=part: page.mouse.move(box["x"] + box["width"] * part / 10, box["y"] + 100))
+        during(lambda part=part: page.mouse.move(box["x"] + box["width"] * part / 10, box["y"] + 100))
         for part in (3, 5, 8)
     ]
-    zooms = [computing.during(drag)]
+    zooms = [during(drag)]
     plot.focus()
-    zooms += [computing.during(lambda key=key: plot.press(key)) for key in ("+", "ArrowRight", "Shift+ArrowLeft", "0")]
+    zooms += [during(lambda key=key: plot.press(key)) for key in ("+", "ArrowRight", "Shift+ArrowLeft", "0")]
     told = f"{of_server=:.2f} {of_page=:.2f} moves={moves} zooms={zooms}"
     # A zoom draws twice, in tasks of a picture each: what is there at once, and the steps between when they have come.
     assert max(moves) < 0.1, told

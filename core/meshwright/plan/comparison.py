@@ -19,7 +19,7 @@ from ..mesh.world import CONTROL_TAG
 from ..objectives.registry import get_objective
 from ..strategy.contract import StrategyManager
 from ..strategy.hooks import hookimpl
-from ..testing.collectives import Recorder
+from ..tracing.collectives import Recorder
 from ..train.run.model_trial import memory_of_node
 from ..train.run.run_file import RunConfig, assigned
 from ..train.run.run_model import find_model

@@ -48,7 +48,7 @@ def seconds(kind: str, size: float, ranks: Sequence[int], node: Node) -> float:
     """Return the time of one collective once all ranks have come to it.
 
     Args:
-        kind: see `meshwright.testing.collectives`.
+        kind: see `meshwright.tracing.collectives`.
         size: bytes of the whole tensor.
         ranks: two for a message.
     """

@@ -30,9 +30,8 @@ from .._compat.planning import in_backward
 from .._compat.torch import UncompiledMode
 from ..mesh.gloo_threads import settle
 from ..tensors.ops import is_on_meta, tensors_in
-from ..testing.collectives import NAMESPACES
-from ..testing.meter import Block, Meter, storage_of
-from ..testing.observe import Observer, name_of
+from ..tracing.collectives import NAMESPACES
+from ..tracing.observe import Block, Meter, Observer, name_of, storage_of
 
 OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "temporary", "other")
 LIBRARIES = "libraries"

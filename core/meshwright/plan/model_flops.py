@@ -26,7 +26,7 @@ from ..mesh.sizes import MeshSizes
 from ..model.weights import is_meta
 from ..step.objective import Given
 from ..strategy.stack import resolve
-from ..testing.observe import Observer, name_of
+from ..tracing.observe import Observer, name_of
 from .depth import DEPTHS
 from .planned import tracing
 from .trace import Job, NoValues

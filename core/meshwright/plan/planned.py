@@ -11,7 +11,7 @@ from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..tensors.ops import with_values
-from ..testing.collectives import Collective
+from ..tracing.collectives import Collective
 from .allocator import reserved
 from .depth import Numbers, Point, at_full_size
 from .device import Device

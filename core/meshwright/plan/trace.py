@@ -25,10 +25,9 @@ from ..optim.config import EMAConfig
 from ..strategy.contract import StrategyManager
 from ..strategy.stack import Stack
 from ..tensors.ops import is_on_meta, tensors_in, with_values
-from ..testing._compat import bound_arguments
-from ..testing.collectives import Collective, Recorder
-from ..testing.meter import Meter, storage_of
-from ..testing.observe import name_of
+from ..tracing._compat import bound_arguments
+from ..tracing.collectives import Collective, Recorder
+from ..tracing.observe import Meter, name_of, storage_of
 from ..train.loop.ema import EMA
 from .meter import Held, StepMeter
 
@@ -265,7 +264,7 @@ def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepM
     meter.phase = "other"
 
 
-# -- memory that operators touch, by the numbers of blocks in `meshwright.testing.meter`
+# -- memory that operators touch, by the numbers of blocks in `meshwright.tracing.observe`
 
 
 def touched(

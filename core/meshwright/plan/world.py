@@ -32,8 +32,8 @@ from .._compat.torch import UncompiledMode, is_choice
 from ..base.errors import MeshError, MeshwrightError
 from ..mesh.world import World
 from ..tensors.ops import has_values, is_on_meta, tensors_in
-from ..testing._compat import bound_arguments, forget_meshes, process_group, unwraps_itself
-from ..testing.observe import name_of
+from ..tracing._compat import bound_arguments, forget_meshes, process_group, unwraps_itself
+from ..tracing.observe import name_of
 
 SMALL = 1 << 25
 """Results of operators of up to this many bytes are computed."""

@@ -41,8 +41,8 @@ def replay(
 
             warm_up(["meshwright.replay.rank"])
         with uncollected():
+            from .render import shown
             from .start import replay as replayed
-            from .told import shown
 
         found = replayed(run, step, single=single, compare_rank=compare_rank, show_traceback=traceback)
         if os.environ.get("RANK", "0") == "0":
@@ -74,7 +74,7 @@ def diff(
             warm_up(["meshwright.replay.rank"])
         with uncollected():
             from .diff import diff as compare
-            from .told import compared
+            from .render import compared
 
         found = compare(
             one, other, rtol=rtol, step=step, replays=not no_replay, float64=float64, show_traceback=traceback

@@ -1,68 +1,100 @@
-"""Where two runs part: what their files say differently, the first step, and in that step the first tensor and module.
+"""Compare two runs: settings that differ, the step from which they differ, and its first tensor and module.
 
 [Note: cause before effect] What a step is made of comes first: its rows and rates. Then the parameters before it, what
-the modules make of the rows, the loss, gradients, and the parameters behind it. Where one is the same and the next is
+the modules make of the rows, the loss, gradients, and the parameters after it. Where one is the same and the next is
 not, what lies between computes differently.
+
+[Note: rounding that grows] Sums in another order differ in the last bit. At the edge of stability that grows from step
+to step in correct runs: 1e-7 to 1e-3 in twenty steps, where float64 agrees to 1e-16. So what matters is not how far two
+runs are apart, but how they came there: from the size of a rounding, step by step, or at once. A jump is reported even
+where it is small: a gradient that is wrong in one layer may hardly change the norm of all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
+from ..events.step import StepResult
 from ..launch.environment import started_by_launcher
 from ..train.run.run_file import as_plain
 from ..watch.compare import differing_settings
-from .modules import Traced, compared, traced
 from .order import (
     EPSILONS,
     TOLERANCES,
     Order,
+    Perform,
     degrees_of,
     dropouts,
     in_float64,
     order_of,
+    performed,
     precision_of,
+    scratch,
     without_dropout,
 )
-from .parted import Course, Parted, course_of
-from .record import Recorded
-from .start import Perform, performed, relative, scratch
-from .tensors import Differences, differences
+from .record import Recorded, plain_of
+from .start import relative
+from .tensors import Differences, differences, different_outputs, traced
 
-NUMBERS = frozenset(
-    {
-        *("model", "data", "steps", "epochs", "batch_size", "optimizer", "schedule", "seed", "objective", "ema"),
-        *("max_grad_norm", "grad_norm_type", "seq_len"),
-    }
+NUMBERS = (
+    *("model", "data", "steps", "epochs", "batch_size", "optimizer", "schedule", "seed", "objective", "ema"),
+    *("max_grad_norm", "grad_norm_type", "seq_len"),
 )
-"""Keys of a run file by which the numbers of a run follow."""
-ELSEWHERE = frozenset(
-    {
-        *("output_dir", "overwrite", "resume", "sample", "log_every", "trackers", "metrics", "profile", "launch"),
-        *("plan", "checkpoint", "timeout_s", "data.cache_dir", "eval"),
-    }
+"""Keys of a run file from which the numbers of a run follow."""
+ELSEWHERE = (
+    *("output_dir", "overwrite", "resume", "sample", "log_every", "trackers", "metrics", "profile", "launch"),
+    *("plan", "checkpoint", "timeout_s", "data.cache_dir", "eval"),
 )
 """Keys that change no number of a step."""
+EXACT = 1e-9
+"""Tolerance of rates and counts, which follow from the step alone."""
+JUMP = 100.0
+"""More than so many times the distance before, or the dtype's rounding, does not come by rounding in one step."""
+
+
+@dataclass(frozen=True)
+class Parted:
+    """The first step in which one number of two runs differs beyond rounding.
+
+    `before` is the largest relative difference in earlier steps, and `first` the step in which they differ at all.
+    """
+
+    name: str
+    step: int
+    one: float | None
+    other: float | None
+    before: float
+    first: int
+    is_jump: bool
+
+    @property
+    def apart(self) -> float:
+        return relative(self.one, self.other)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The first and the last common step of two runs, what differs beyond rounding, and the largest differences.
+
+    What differs is in the order of steps, and causes come first within a step.
+    """
+
+    steps: tuple[int, int]
+    parted: tuple[Parted, ...]
+    largest: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of both runs, done again in the layouts of both.
+    """One step of both runs, done again in the layouts of both, in the order of [Note: cause before effect].
 
-    Attributes:
-        step: which.
-        mode: "" for each run as it was, or what was changed.
-        beginnings: what each began with.
-        same_rows: whether both had the same rows.
-        values: numbers of the step, by name, of both.
-        tolerance: within which tensors are to agree, relatively.
-        before, outputs, gradients, after: of parameters and modules, in the order of [Note: cause before effect].
-        reason: why outputs of modules are not compared.
+    `mode` says what was changed of the runs, and `reason` why outputs of modules are not compared.
     """
 
     step: int
@@ -84,18 +116,8 @@ class Step:
         return self.same_rows and numbers and not any(each is not None and each.beyond for each in tensors)
 
     def as_values(self) -> dict[str, Any]:
-        parts = {"before": self.before, "outputs": self.outputs, "gradients": self.gradients, "after": self.after}
-        return {
-            "step": self.step,
-            "mode": self.mode,
-            "from": list(self.beginnings),
-            "same_rows": self.same_rows,
-            "values": {name: list(pair) for name, pair in self.values.items()},
-            "tolerance": self.tolerance,
-            "is_same": self.is_same,
-            **{name: None if each is None else each.as_values() for name, each in parts.items()},
-            "reason": self.reason,
-        }
+        values = asdict(self)
+        return {"from": values.pop("beginnings"), **values, "is_same": self.is_same}
 
 
 @dataclass(frozen=True)
@@ -103,12 +125,9 @@ class Diff:
     """What two runs differ in.
 
     Attributes:
-        runs: their directories.
-        settings: keys of the run files by which numbers follow, with both values, and then those of the layout.
-        course: their metrics.
-        resumed: by run, the step after which the sitting that has done the parting step went on.
-        replayed: the step again; None: it was not.
-        why_not: why it was not.
+        settings, layout: keys of the run files with both values: from which numbers follow, and those of the layout.
+        resumed: by run, the step after which the attempt that has done the differing step resumed.
+        replayed: the first differing step, done again; None: it was not, and `why_not` may say why.
         precision: the coarser dtype of both.
     """
 
@@ -123,7 +142,7 @@ class Diff:
 
     @property
     def parted(self) -> Parted | None:
-        """What parts first."""
+        """What differs first."""
         return self.course.parted[0] if self.course.parted else None
 
     @property
@@ -131,18 +150,15 @@ class Diff:
         return 1 if self.parted is not None or (self.replayed is not None and not self.replayed.is_same) else 0
 
     def as_values(self) -> dict[str, Any]:
-        """Values of JSON."""
+        """Return values of JSON."""
+        values = asdict(self)
+        course, resumed = values.pop("course"), values.pop("resumed")
         return {
-            "runs": list(self.runs),
-            "settings": [list(each) for each in self.settings],
-            "layout": [list(each) for each in self.layout],
-            "steps": list(self.course.steps),
-            "parted": [each.as_values() for each in self.course.parted],
-            "largest": dict(self.course.largest),
-            "resumed_after": list(self.resumed),
+            **values,
+            **course,
+            "parted": [{**asdict(each), "apart": each.apart} for each in self.course.parted],
+            "resumed_after": resumed,
             "replayed": None if self.replayed is None else self.replayed.as_values(),
-            "why_not": self.why_not,
-            "precision": self.precision,
             "is_same": self.exit_code == 0,
         }
 
@@ -158,18 +174,9 @@ def diff(
     show_traceback: bool = False,
     perform: Perform | None = None,
 ) -> Diff:
-    """Compare two runs; see [Note: cause before effect].
+    """Compare two runs, and do a step again, by default the first that differs; see [Note: cause before effect].
 
-    Args:
-        rtol: within which numbers are to agree, relatively; None: as their dtype lets one expect.
-        step: that is done again, from 1; None: the first that parts.
-        replays: whether it is.
-        float64: do it again in float64, both from the same checkpoint.
-        perform: as for `replay`.
-
-    Raises:
-        ConfigError: a directory is of no run, or the step is none.
-        SystemExit: a rank of a replay has failed, and has said why.
+    With `float64`, both do it in float64, from the same checkpoint. `perform` is as for `replay`.
     """
     if started_by_launcher():
         raise ConfigError("diff starts the ranks of both layouts itself, one after the other. Start it by no launcher.")
@@ -181,12 +188,12 @@ def diff(
     precision = max((precision_of(run.config) for run in runs), key=EPSILONS.__getitem__)
     settings = differing_settings(*(as_plain(run.config) for run in runs))
     course = course_of(*runs, rtol=rtol, precision=precision)
-    parted = course.parted[0] if course.parted else None
-    which = step or (parted.step if parted is not None else None)
-    told: Diff = Diff(
+    which = step or (course.parted[0].step if course.parted else None)
+    sections = [(each, each[0].partition(".")[0]) for each in settings]
+    found = Diff(
         runs=(str(one), str(other)),
-        settings=tuple(each for each in settings if _section(each[0]) in NUMBERS and each[0] not in ELSEWHERE),
-        layout=tuple(each for each in settings if _section(each[0]) not in NUMBERS | ELSEWHERE),
+        settings=tuple(each for each, section in sections if section in NUMBERS and each[0] not in ELSEWHERE),
+        layout=tuple(each for each, section in sections if section not in NUMBERS + ELSEWHERE),
         course=course,
         resumed=(None, None) if which is None else (runs[0].went_on_before(which), runs[1].went_on_before(which)),
         replayed=None,
@@ -194,35 +201,82 @@ def diff(
         precision=precision,
     )
     if which is None or not replays:
-        return told
+        return found
     try:
-        does = perform or partial(performed, show_traceback=show_traceback)
-        found = _again(runs, which, float64=float64, rtol=rtol, precision=precision, perform=does)
+        again = perform or partial(performed, show_traceback=show_traceback)
+        step_of_both = _again(runs, which, float64=float64, rtol=rtol, precision=precision, perform=again)
     except (ConfigError, CheckpointError) as error:
         if step is not None or float64:
             raise
-        return replace(told, why_not=str(error))
-    return replace(told, replayed=found)
+        return replace(found, why_not=str(error))
+    return replace(found, replayed=step_of_both)
 
 
-def _section(key: str) -> str:
-    return key.partition(".")[0]
+# -- numbers, step by step
+
+
+def course_of(one: Recorded, other: Recorded, *, rtol: float | None, precision: str) -> Course:
+    """Compare the metrics of two runs; without `rtol`, beyond what `precision` lets one expect, and for jumps."""
+    steps = sorted(one.results.keys() & other.results.keys())
+    if not steps:
+        raise ConfigError(
+            f"{one.directory} has steps {min(one.results)} to {max(one.results)}, and {other.directory} "
+            f"{min(other.results)} to {max(other.results)}: no step is in both."
+        )
+    numbers = {step: (_numbers(one.results[step]), _numbers(other.results[step])) for step in steps}
+    names = list(dict.fromkeys(name for pair in numbers.values() for each in pair for name in each))
+    found, largest = [], {}
+    for name in names:
+        # Two runs do not differ in what only one of them has measured.
+        pairs = {step: (a[name], b[name]) for step, (a, b) in numbers.items() if name in a and name in b}
+        if not pairs:
+            continue
+        apart = {step: _apart(name, *pair, one.results[step].num_tokens) for step, pair in pairs.items()}
+        largest[name] = max(apart.values())
+        is_exact, epsilon = name == "num_tokens" or name.startswith("learning_rate"), EPSILONS[precision]
+        tolerance = EXACT if is_exact else TOLERANCES[precision] if rtol is None else rtol
+        at = _first(apart, tolerance, epsilon, JUMP if rtol is None and not is_exact else math.inf)
+        if at is not None:
+            before = max((each for step, each in apart.items() if step < at), default=0.0)
+            first = next(step for step, each in apart.items() if each > 0)
+            is_jump = is_exact or apart[at] > JUMP * max(before, epsilon)
+            found.append(Parted(name, at, *pairs[at], before, first, is_jump))
+    found.sort(key=lambda each: (each.step, names.index(each.name)))
+    return Course((steps[0], steps[-1]), tuple(found), largest)
+
+
+def _numbers(result: StepResult) -> dict[str, float]:
+    return {
+        **plain_of(result),
+        **{f"norm of {part}": value for part, value in result.norms.items()},
+        **{f"evaluation {name}": value for name, value in result.evaluations.items()},
+    }
+
+
+def _apart(name: str, one: float, other: float, num_tokens: int) -> float:
+    """The relative difference; a sum over tokens may be near zero, and its terms are not."""
+    if name.startswith("sum ") and math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) / max(abs(one), abs(other), num_tokens, 1)
+    return relative(one, other)
+
+
+def _first(apart: Mapping[int, float], tolerance: float, epsilon: float, jump: float) -> int | None:
+    """The first step beyond the tolerance, or more than `jump` times as far apart as a rounding and all before."""
+    before = epsilon
+    for step, each in apart.items():
+        if each > tolerance or each > jump * before:
+            return step
+        before = max(before, each)
+    return None
+
+
+# -- one step, done again
 
 
 def _again(
-    runs: tuple[Recorded, Recorded],
-    step: int,
-    *,
-    float64: bool,
-    rtol: float | None,
-    precision: str,
-    perform: Perform,
+    runs: tuple[Recorded, Recorded], step: int, *, float64: bool, rtol: float | None, precision: str, perform: Perform
 ) -> Step:
-    """The step in both layouts.
-
-    Raises:
-        ConfigError, CheckpointError: it cannot be done again.
-    """
+    """Do the step in both layouts."""
     with scratch() as root:
         outs = [root / name for name in ("one", "other")]
         for out in outs:
@@ -230,21 +284,23 @@ def _again(
         orders = [order_of(run, step, out, keeps=True) for run, out in zip(runs, outs, strict=True)]
         mode = []
         if float64:
-            # Rounded apart they would begin apart.
+            # Both from one checkpoint: what each had rounded in its own way would begin apart.
             first = orders[0].beginning
-            begun = [(order, run.went_back(first)) for order, run in zip(orders, runs, strict=True)]
-            orders = [in_float64(replace(order, beginning=first, went_back=back)) for order, back in begun]
+            backs = [run.went_back(first) for run in runs]
+            begun = [replace(order, beginning=first, went_back=back) for order, back in zip(orders, backs, strict=True)]
+            orders = [in_float64(order) for order in begun]
             mode.append("in float64, both from what the first began with")
             precision = "float64"
-        draws = [_draws(order) for order in orders]
-        if draws[0] != draws[1] and any(models := [_model(order) for order in orders]):
+        if _draws(orders[0]) != _draws(orders[1]) and any(models := [_dropouts(order) for order in orders]):
             orders = [without_dropout(order, model) for order, model in zip(orders, models, strict=True)]
             mode.append("without dropout, for which the two layouts draw other numbers")
-        found = [perform(order) for order in orders]
-        traces = [traced(out) for out in outs]
+        left, right = (perform(order)["values"] for order in orders)
+        traces = traced(outs[0]), traced(outs[1])
         tolerance = TOLERANCES[precision] if rtol is None or float64 else rtol
-        left, right = (each["results"][-1]["values"] for each in found)
         reason = traces[0].reason or traces[1].reason
+        before, gradients, after = (
+            differences(outs[0] / name, outs[1] / name, tolerance) for name in ("before", "gradients", "after")
+        )
         return Step(
             step=step,
             mode="; ".join(mode),
@@ -252,26 +308,22 @@ def _again(
             same_rows=traces[0].rows == traces[1].rows,
             values={name: (left.get(name), right.get(name)) for name in {**left, **right}},
             tolerance=tolerance,
-            before=differences(outs[0] / "before", outs[1] / "before", tolerance),
-            outputs=None if reason else compared(*_pair(traces), tolerance),
-            gradients=differences(outs[0] / "gradients", outs[1] / "gradients", tolerance),
-            after=differences(outs[0] / "after", outs[1] / "after", tolerance),
+            before=before,
+            outputs=None if reason else different_outputs(*traces, tolerance),
+            gradients=gradients,
+            after=after,
             reason=reason,
         )
 
 
-def _pair(traces: list[Traced]) -> tuple[Traced, Traced]:
-    return traces[0], traces[1]
-
-
 def _draws(order: Order) -> tuple[int, ...]:
-    """By what the random numbers of a step hang on the layout."""
+    """The degrees on which the random numbers of a step depend."""
     degrees = degrees_of(order.config, order.world_size)
     return degrees.dp, degrees.tp, degrees.pp, degrees.cp
 
 
-def _model(order: Order) -> dict[str, Any]:
-    """What a run's model configuration sets above zero of dropout; its own values before those of the run file."""
+def _dropouts(order: Order) -> dict[str, Any]:
+    """What the configuration of a run's model sets above zero of dropout."""
     from ..train.run.preflight import data_and_model_config
 
     config = data_and_model_config(order.config)[1].to_dict()

@@ -1,23 +1,29 @@
-"""What the ranks of a replay are told: which steps of which run, from where, in which layout, and what to keep of them.
+"""What the ranks of a replay do: which steps of which run, from where, in which layout; and have them do it.
 
-[Note: nothing is written] A replay runs by the run's own file, but its directory is another one, which is removed
-afterwards. Only the log-probabilities of a reference are copied there, since they are what the run was compared with.
+[Note: nothing is written] A replay runs by the run's own file, but in another directory, which is removed afterwards.
+Only the log-probabilities of a reference are copied there, since the run was compared with them.
 
 [Note: what is changed] A replay may leave out dropout, or take another dtype than the run: then two layouts, which draw
-other numbers and round in another order, compute the same. What is changed so is left out where checkpoint and run file
+other numbers and round in another order, compute the same. What is changed so is ignored where checkpoint and run file
 are compared.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..base.errors import ConfigError
-from ..mesh.sizes import MeshSizes
+from ..data.progress import CONSOLE
+from ..launch.environment import started_by_launcher
+from ..launch.rank import guarded
+from ..mesh.sizes import Degrees, MeshSizes
 from ..strategy.stack import resolve
 from ..train.run.checkpoint_section import CheckpointConfig
 from ..train.run.fate import NEVER
@@ -28,7 +34,10 @@ from ..train.run.run_sections import ResumeConfig
 from .record import Beginning, Recorded, WentBack
 
 HALF = ("float16", "bfloat16")
-DROPOUT = ("drop", "pdrop", "drop_rate")
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
+"""Relative tolerances of one step in another order of sums; correct code in float64 agrees to 1e-12."""
+EPSILONS = {"float64": 2.2e-16, "float32": 1.2e-7, "bfloat16": 7.8e-3}
+RESULT = "result.json"
 
 
 @dataclass(frozen=True)
@@ -36,18 +45,13 @@ class Order:
     """What is done again.
 
     Attributes:
-        config: of the run, as it is run here.
-        world_size: ranks.
         step: the last that is done, from 1.
-        beginning: what it begins with.
         out: where the first rank, or all, leave what they find.
-        went_back: where the run went back to, behind its beginning.
-        layout: of one process that does the work of several data ranks: the run file of these, and how many ranks they
-            are; None: each rank does its own.
+        layout: run file and number of the ranks whose work one process does; None: each rank does its own.
         changed: keys of the model that are not those of the run.
         compares: whether the work of each data rank is done a second time, by another.
         keeps: whether gradients, parameters and outputs of modules of the last step are kept.
-        found: in this process, what the ranks have found, where they run in it.
+        found: what the ranks have found, where they run in this process.
     """
 
     config: RunConfig
@@ -63,46 +67,41 @@ class Order:
     found: list[dict[str, Any]] = field(default_factory=list)
 
 
-def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = None, **options: Any) -> Order:
-    """To do a step of a run again in its own layout.
+Perform: TypeAlias = Callable[[Order], dict[str, Any]]
 
-    Args:
-        out: an empty directory.
-        world_size: ranks that a launcher has started; None: as many as the step was done on are started here.
-        options: further ones of `Order`.
 
-    Raises:
-        ConfigError: there is no such step, nothing to begin with, or it was done on another number of ranks.
+def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = None, keeps: bool = False) -> Order:
+    """Return the order to do a step of a run again in its own layout.
+
+    `out` is an empty directory, `world_size` the ranks that a launcher has started; None: they are started here.
     """
-    done = run.result(step)
+    ranks = run.result(step).world_size
     config, beginning = run.config_of(step), run.beginning(step)
-    ranks = done.world_size
-    if world_size is not None and world_size != ranks:
+    if world_size is None:
+        _check_can_start(config, ranks, run.directory)
+    elif world_size != ranks:
         raise ConfigError(
             f"step {step} of the run in {run.directory} was done on {ranks} ranks, and there are {world_size} here. "
             f"Start {ranks}, or give --single for one process."
         )
-    if world_size is None:
-        _check_can_start(config, ranks, run.directory)
     directory = out / "run"
     directory.mkdir()
     if run.paths.reference.is_file():
         shutil.copy2(run.paths.reference, RunDirectory(directory).reference)
-    config = config.model_copy(
-        update={
-            "output_dir": str(directory),
-            "overwrite": True,
-            "nproc": ranks,
-            "resume": ResumeConfig.model_validate({"from": NEVER, "allow": config.resumption.allow}),
-            "checkpoint": CheckpointConfig(),
-            "trackers": [],
-            "profile": None,
-            "max_restarts": 0,
-            "elastic": None,
-            "launch": None,
-        }
-    )
-    return Order(config, ranks, step, beginning, out, run.went_back(beginning), **options)
+    changes = {
+        "output_dir": str(directory),
+        "overwrite": True,
+        "nproc": ranks,
+        "resume": ResumeConfig.model_validate({"from": NEVER, "allow": config.resumption.allow}),
+        "checkpoint": CheckpointConfig(),
+        "trackers": [],
+        "profile": None,
+        "max_restarts": 0,
+        "elastic": None,
+        "launch": None,
+    }
+    went_back = run.went_back(beginning)
+    return Order(config.model_copy(update=changes), ranks, step, beginning, out, went_back, keeps=keeps)
 
 
 def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
@@ -110,65 +109,52 @@ def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
 
     from ..launch.open_world import find_device
 
-    if find_device(config.device).type == "cpu" or ranks <= torch.accelerator.device_count():
-        return
-    raise ConfigError(
-        f"the run in {directory} was done on {ranks} ranks, and this machine has {torch.accelerator.device_count()} "
-        f"accelerators ({processes(config)} ranks would be started). Start {ranks} by torchrun, or give --single."
-    )
+    if find_device(config.device).type != "cpu" and ranks > torch.accelerator.device_count():
+        raise ConfigError(
+            f"the run in {directory} was done on {ranks} ranks, and this machine has "
+            f"{torch.accelerator.device_count()} accelerators ({processes(config)} ranks would be started). Start "
+            f"{ranks} by torchrun, or give --single."
+        )
 
 
-def degrees_of(config: RunConfig, world_size: int) -> Any:
-    """The degrees of a run's mesh."""
-    return resolve(
-        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
-    )[1]
+def degrees_of(config: RunConfig, world_size: int) -> Degrees:
+    options, others = config.strategy_config, config.wrapper_config
+    return resolve(config.strategy, config, world_size, config=options, wrapper_config=others)[1]
 
 
 def on_one_process(order: Order) -> Order:
-    """The same steps under `single`, which does the work of all data ranks in turn."""
+    """Return the order for `single`, which does the work of all data ranks in turn."""
     config, degrees = order.config, degrees_of(order.config, order.world_size)
-    rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
-    sizes = {name: each.default for name, each in MeshSizes.model_fields.items()}
-    plain: dict[str, Any] = {
+    changes = {
+        **{name: each.default for name, each in MeshSizes.model_fields.items()},
         "strategy": "single",
         "strategy_config": {},
         "wrapper_config": {},
         "nproc": 1,
-        "micro_batch_size": rows,
+        "micro_batch_size": config.micro_batch_size or max(1, config.batch_size // degrees.dp),
     }
-    return replace(
-        order, config=config.model_copy(update={**sizes, **plain}), world_size=1, layout=(config, order.world_size)
-    )
+    layout = (config, order.world_size)
+    return replace(order, config=config.model_copy(update=changes), world_size=1, layout=layout)
 
 
 def in_float64(order: Order) -> Order:
-    """The same steps in float64, whatever the strategy's options say of dtypes."""
+    """Return the order for float64, whatever the strategy's options say of dtypes."""
     config = order.config
-    changed = config.model_copy(
-        update={
-            "model": {**config.model, "dtype": "float64"},
-            "strategy_config": _without_dtypes(config.strategy_config),
-            "wrapper_config": {name: _without_dtypes(each) for name, each in config.wrapper_config.items()},
-        }
-    )
-    return replace(order, config=changed, changed=(*order.changed, "dtype"))
+    changes = {
+        "model": {**config.model, "dtype": "float64"},
+        "strategy_config": _without_dtypes(config.strategy_config),
+        "wrapper_config": {name: _without_dtypes(each) for name, each in config.wrapper_config.items()},
+    }
+    return replace(order, config=config.model_copy(update=changes), changed=(*order.changed, "dtype"))
 
 
 def _without_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in options.items()
-        if not key.endswith("dtype") and key not in ("mp_policy", "comm_hook", "grad_reduce_in_fp32", "offload_policy")
-    }
+    others = ("mp_policy", "comm_hook", "grad_reduce_in_fp32", "offload_policy")
+    return {key: value for key, value in options.items() if not key.endswith("dtype") and key not in others}
 
 
 def without_dropout(order: Order, model: Mapping[str, Any]) -> Order:
-    """The same steps without dropout.
-
-    Args:
-        model: the configuration of the run's model.
-    """
+    """Return the order without dropout; `model` is the configuration of the run's model."""
     section, found = dict(order.config.model), dropouts(model)
     section.update(dict.fromkeys(found, 0.0))
     if isinstance(adapter := section.get("peft"), Mapping) and adapter.get("lora_dropout"):
@@ -178,23 +164,39 @@ def without_dropout(order: Order, model: Mapping[str, Any]) -> Order:
 
 
 def dropouts(model: Mapping[str, Any]) -> list[str]:
-    """Keys of a model's configuration that set a dropout above zero."""
-    return [
-        key
-        for key, value in model.items()
-        if any(each in key for each in DROPOUT) and isinstance(value, float) and value > 0
-    ]
+    """Return the keys of a model's configuration that set a dropout above zero."""
+    return [key for key, value in model.items() if "drop" in key and isinstance(value, float) and value > 0]
 
 
 def precision_of(config: RunConfig) -> str:
-    """The dtype in which a run's numbers are rounded: the coarsest that it computes in."""
-    told = str([config.strategy_config, config.wrapper_config])
-    if any(each in told for each in HALF) or config.model.get("dtype") in HALF:
+    """Return the coarsest dtype in which a run computes."""
+    options, dtype = str([config.strategy_config, config.wrapper_config]), config.model.get("dtype", "float32")
+    if any(each in options for each in HALF) or dtype in HALF:
         return "bfloat16"
-    dtype = config.model.get("dtype", "float32")
     return dtype if dtype in ("float32", "float64") else "float32"
 
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
-"""Within what one step in another order of sums agrees, relatively; correct code in float64 does to 1e-12."""
-EPSILONS = {"float64": 2.2e-16, "float32": 1.2e-7, "bfloat16": 7.8e-3}
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Make a directory for what a replay writes, and remove it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-replay-") as directory:
+        yield Path(directory)
+
+
+def performed(order: Order, *, show_traceback: bool = False) -> dict[str, Any]:
+    """Start the ranks, or join those that a launcher has started, and return what they have found."""
+    from .rank import replay_rank
+
+    if started_by_launcher():
+        code = guarded(replay_rank, (order,), show_traceback=show_traceback)
+    else:
+        from ..launch.local import launch
+
+        with CONSOLE.status(f"step {order.step} again"):
+            code = launch(replay_rank, (order,), nproc=order.world_size, show_traceback=show_traceback)
+    if code:
+        raise SystemExit(code)
+    if order.found:
+        return order.found[-1]
+    found: dict[str, Any] = json.loads((order.out / RESULT).read_text(encoding="utf-8"))
+    return found

@@ -1,12 +1,12 @@
-"""A run as its directory tells of it, for whoever does a part of it again; nothing here changes a file.
+"""Read what the directory of a run says of its steps, to do them again; nothing here changes a file.
 
-[Note: whose run file] A directory has the run file of its last sitting. A step that was done in an earlier one is done
-again by the run file that the first checkpoint behind it has kept.
+[Note: whose run file] A directory has the run file of its last attempt. A step of an earlier attempt is done again by
+the run file that the first checkpoint after it has kept.
 
-[Note: ways that were left] Where a bad step has taken a run back, `metrics.jsonl` has what it did afterwards. What it
-did before it went back has changed nothing but which batches are drawn, so it is not done again: where the run came
-back to, the batches that it has left out since are left out. A sitting that goes on from an earlier checkpoint has
-forgotten what was done behind that one.
+[Note: abandoned steps] Where a bad step has taken a run back, `metrics.jsonl` has what it did afterwards. What it did
+before it went back changed nothing but which batches are drawn, so it is not done again: from the step to which the run
+went back, the batches that it has left out since are left out. An attempt that resumes from an earlier checkpoint has
+forgotten what was done after that one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..events.step import StepResult
 from ..files.parsing import open_regular, parse_json
 from ..train.run.fate import AUTO, NEVER
 from ..train.run.report import read_metrics
-from ..train.run.run_directory import METRICS, RUN, RunDirectory
+from ..train.run.run_directory import RunDirectory
 from ..train.run.run_file import RunConfig, load_run
 
 _MOST_EVENTS = 1 << 28
@@ -35,12 +35,7 @@ _MOST_EVENTS = 1 << 28
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a part of a run begins with.
-
-    Attributes:
-        step: steps done before.
-        checkpoint: None where the run begins.
-    """
+    """What a replay begins with: how many steps were done before, and a checkpoint; None: where the run begins."""
 
     step: int
     checkpoint: Folder | None
@@ -48,32 +43,22 @@ class Beginning:
 
 @dataclass(frozen=True)
 class WentBack:
-    """The run went back, and left out the batches since then.
-
-    Attributes:
-        to: steps done before; from there the batches are left out.
-        batches: how many.
-    """
+    """The run went back to `to` steps done, and left out so many batches from there."""
 
     to: int
     batches: int
 
 
 class Recorded:
-    """A run that has been done, or is being done.
-
-    Args:
-        directory: its output_dir.
-
-    Raises:
-        ConfigError: it is none, or has no metrics.
-    """
+    """A run that has been done, or is being done, by its output_dir."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         paths = RunDirectory(directory)
         if not paths.run_file.is_file():
-            raise ConfigError(f"{str(directory)!r} has no {RUN}: it is no directory of a run. Give its output_dir.")
+            raise ConfigError(
+                f"{str(directory)!r} has no {paths.run_file.name}: it is no directory of a run. Give its output_dir."
+            )
         self.config = load_run(paths.run_file)
         self.paths = RunDirectory(directory, self.config.checkpoint)
         results = read_metrics(paths.metrics, until=1 << 62, steps=self.config.steps or 0)
@@ -88,7 +73,7 @@ class Recorded:
 
     @cached_property
     def events(self) -> Sequence[Mapping[str, Any]]:
-        """The lines of its events that are whole, in their order."""
+        """The complete lines of its events, in their order."""
         try:
             with open_regular(self.paths.events) as file:
                 lines = file.read(_MOST_EVENTS).decode(errors="replace").splitlines()
@@ -97,21 +82,19 @@ class Recorded:
         found = []
         for line in lines:
             try:
-                event = parse_json(line)
+                found.append(parse_json(line))
             except ValueError:
                 continue
-            if isinstance(event, dict):
-                found.append(event)
-        return tuple(found)
+        return tuple(event for event in found if isinstance(event, dict))
 
     @cached_property
     def sittings(self) -> Sequence[int]:
-        """The steps that were done before each sitting: 0 for the first, and then where the run went on."""
-        return tuple(event["start"] for event in self.events if _begins(event))
+        """The steps that were done before each attempt: 0 for the first, and then where the run resumed."""
+        starts = (event.get("start") for event in self.events if event.get("event") == "start")
+        return tuple(start for start in starts if isinstance(start, int))
 
     def went_back(self, beginning: Beginning) -> tuple[WentBack, ...]:
-        """Where the run went back to behind a beginning, as those who go straight on come by there; see
-        [Note: ways that were left]."""
+        """Return where the run went back to after a beginning, in the order of steps; see [Note: abandoned steps]."""
         left: list[tuple[int, int]] = []
         for event in self.events:
             match event:
@@ -123,70 +106,56 @@ class Recorded:
         for to, batches in reversed(left):
             if to < beginning.step:
                 break
-            # Who went back further later has come by there with all that was left out till then.
+            # A run that went back further later has left out from there all that was left out until then.
             found.append(WentBack(min(to, found[-1].to) if found else to, batches))
         return tuple(reversed(found))
 
     def went_on_before(self, step: int) -> int | None:
-        """Where the sitting that has done a step began, if it went on from an earlier one."""
-        # A sitting voids what ones before it have done from its beginning on.
+        """Return where the attempt that has done a step began, if it resumed."""
+        # An attempt voids what earlier ones have done from its beginning on.
         begun = [start for place, start in enumerate(self.sittings) if all(start <= e for e in self.sittings[place:])]
         return max((start for start in begun if 0 < start < step), default=None)
 
     def result(self, step: int) -> StepResult:
-        """What was written of a step.
-
-        Raises:
-            ConfigError: nothing was.
-        """
+        """Return what was written of a step."""
         if step not in self.results:
             raise ConfigError(
-                f"step {step} is none of the run in {self.directory}: {METRICS} has steps {min(self.results)} to "
+                f"step {step} is none of the run in {self.directory}: {self.paths.metrics.name} has steps {min(self.results)} to "
                 f"{max(self.results)}. Give one of them."
             )
         return self.results[step]
 
     def beginning(self, step: int) -> Beginning:
-        """What is nearest to a step, before it: a checkpoint, or the beginning of the run.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the nearest checkpoint before a step, or the beginning of the run."""
         for place in all_in(self.saved):
             manifest = _manifest(place)
             if manifest is not None and manifest.step < step:
                 return Beginning(manifest.step, place)
-        named = self.config.resumption.source
-        if named not in (AUTO, NEVER) and min(self.results) > 1:
+        first, named = min(self.results), self.config.resumption.source
+        if named not in (AUTO, NEVER) and first > 1:
             place = self.paths.place_of(named)
             manifest = read_manifest(place)
             if manifest.step < step:
                 return Beginning(manifest.step, place)
-        if min(self.results) == 1:
+        if first == 1:
             return Beginning(0, None)
         raise ConfigError(
             f"there is no whole checkpoint before step {step} in {self.saved}, and the run began at "
-            f"step {min(self.results)}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
+            f"step {first}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
         )
 
     def config_of(self, step: int) -> RunConfig:
-        """The run file by which a step was done; see [Note: whose run file]."""
-        last = self.sittings[-1] if self.sittings else 0
-        if step > last:
-            return self.config
-        for place in reversed(all_in(self.saved)):
-            manifest = _manifest(place)
-            if manifest is not None and manifest.step >= step and "run" in manifest.extra:
-                return validated(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
+        """Return the run file by which a step was done; see [Note: whose run file]."""
+        if self.sittings and step <= self.sittings[-1]:
+            for place in reversed(all_in(self.saved)):
+                manifest = _manifest(place)
+                if manifest is not None and manifest.step >= step and "run" in manifest.extra:
+                    return validated(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
         return self.config
 
 
-def _begins(event: Mapping[str, Any]) -> bool:
-    return event.get("event") == "start" and isinstance(event.get("start"), int)
-
-
 def _manifest(checkpoint: Folder) -> Manifest | None:
-    """None where it is not whole."""
+    """The manifest of a checkpoint; None where it is incomplete."""
     try:
         return read_manifest(checkpoint)
     except TornCheckpointError:
@@ -194,7 +163,7 @@ def _manifest(checkpoint: Folder) -> Manifest | None:
 
 
 def plain_of(result: StepResult) -> dict[str, float]:
-    """What is known of a step that is the same when it is done again, by name, in the order of cause."""
+    """Return what must be the same when a step is done again, by name, causes first."""
     rates = result.learning_rates if len(result.learning_rates) > 1 else {}
     return {
         "num_tokens": result.num_tokens,
@@ -204,8 +173,3 @@ def plain_of(result: StepResult) -> dict[str, float]:
         **{f"sum {name}": value for name, value in result.sums.items()},
         "grad_norm": result.grad_norm,
     }
-
-
-def as_values(result: StepResult) -> dict[str, Any]:
-    """The same, as it goes from a rank to the process that has started it."""
-    return {"step": result.step, "world_size": result.world_size, "values": plain_of(result)}

@@ -1,8 +1,8 @@
 """What strategy authors test with: worker ranks, tiny models and parity with `single`."""
 
+from ..tracing.collectives import count_collectives
 from .case import Case, Difference, Outcome
 from .cells import Cell, Result
-from .collectives import count_collectives
 from .conformance import conformance
 from .parity import assert_parity, compare
 from .pool import WorkerPool, pool

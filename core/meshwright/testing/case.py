@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from ..base.types import IGNORED_LABEL, Batch
-from ..train.run.run_file import OptimizerConfig, ScheduleConfig
+from ..optim.config import OptimizerConfig, ScheduleConfig
 from .models import case_vocab
 
 TOLERANCE = 1e-9
-
-
 ROUNDED = 1e-5
 
 
@@ -25,27 +23,28 @@ class Case:
 
     Attributes:
         model_type: a name for `meshwright.testing.models.case_model`.
-        tied: embedding and head are one parameter; None: the model type's default.
+        tied: whether embedding and head are one parameter; None: the model type's default.
+        layers: number of blocks; None: the model's own.
         steps: optimizer steps.
         sequences: sequences of a step, over all ranks.
         microbatches: microbatches of each rank in a step.
         ragged: mask a random part of each sequence, so that ranks see different numbers of tokens.
-        empty: leading sequences of each step that are masked wholly, so that a rank has no token.
+        empty: leading sequences of each step that are masked entirely, so that a rank has no token.
         shares: sequences of each data rank, where they differ; None: equal shares.
         max_norm, norm_type: clipping.
         frozen: shell patterns of parameters that do not train.
-        optimizer: of the run file.
-        rates: (shell pattern, learning rate, weight decay) of parameters that have their own, in the order of their
-            groups; others have those of `optimizer`.
+        optimizer: which optimizer, with its settings.
+        rates: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the order of
+            their groups; the rest follows `optimizer`.
         dtype: of the model.
-        in_float32: shell patterns of parameters that are kept in float32 beside it, as transformers keeps routers.
+        in_float32: shell patterns of parameters that are kept in float32, as transformers keeps routers.
         eval_after: evaluate after each step, too.
         unshard_after: hold the full parameters for a moment after each step, and compare them with those that
-            `iter_parameters` gives.
+            `iter_parameters` yields.
         schedule: of the learning rate; None: constant.
-        adapter: fields of peft's `LoraConfig`, for a model with an adapter, which alone trains; see `adapters`.
         route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
             "ranks" (in those of the first half only); None: by chance.
+        adapter: options for `meshwright.testing.models.adapted_model`: an adapter, which alone trains.
     """
 
     model_type: str = "llama"
@@ -74,12 +73,12 @@ class Case:
         return hash(repr(self))
 
     def undivided(self, microbatches: int = 1) -> Case:
-        """The case as one rank runs it, each step in so many microbatches."""
+        """Return the case as one rank runs it, each step in so many microbatches."""
         return replace(self, shares=None, microbatches=microbatches)
 
     @property
     def tolerance(self) -> float:
-        """Within what layouts agree: sums of parts in float32 are rounded anew in each."""
+        """Absolute tolerance between layouts: each rounds sums of parts in float32 in its own way."""
         return ROUNDED if self.in_float32 else TOLERANCE
 
 
@@ -108,14 +107,15 @@ class Difference:
 
 
 def global_batch(case: Case, step: int) -> dict[str, Tensor]:
-    """`input_ids` and `labels` of one step, int64, (sequences, 16)."""
+    """Return `input_ids` and `labels` of one step, int64, (sequences, 16)."""
     generator = torch.Generator().manual_seed(1000 + step)
-    shape = (case.sequences, 16)
-    ids = torch.randint(0, case_vocab(case.model_type), shape, generator=generator)
+    shape, vocab = (case.sequences, 16), case_vocab(case.model_type)
+    ids = torch.randint(0, vocab, shape, generator=generator)
     if case.route is not None:
-        odd = torch.full((case.sequences,), step == 1) if case.route == "steps" else _second_half(case.sequences)
+        is_second_half = torch.arange(case.sequences) >= case.sequences // 2
+        odd = torch.full((case.sequences,), step == 1) if case.route == "steps" else is_second_half
         ids[:, 0] = ids[:, 0] // 2 * 2 + odd.long()
-        ids.clamp_(max=case_vocab(case.model_type) - 1)
+        ids.clamp_(max=vocab - 1)
     labels = ids.clone()
     if case.ragged:
         # Each sequence keeps a share of its own, between almost nothing and everything.
@@ -125,16 +125,20 @@ def global_batch(case: Case, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def _second_half(count: int) -> Tensor:
-    return torch.arange(count) >= count // 2
-
-
-def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
-    """One data rank's microbatches of a step."""
+def shares_of(case: Case, data_size: int) -> tuple[int, ...]:
+    """Return the number of sequences of each data rank in a step."""
     sizes = case.shares or (case.sequences // data_size,) * data_size
     if len(sizes) != data_size or sum(sizes) != case.sequences:
         raise ValueError(f"shares {sizes} do not split {case.sequences} sequences over {data_size} ranks")
+    return sizes
+
+
+def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
+    """Return one data rank's microbatches of a step."""
+    sizes = shares_of(case, data_size)
     start = sum(sizes[:data_rank])
-    mine = {key: value[start : start + sizes[data_rank]] for key, value in global_batch(case, step).items()}
-    parts = {key: value.tensor_split(case.microbatches) for key, value in mine.items()}
+    parts = {
+        key: value[start : start + sizes[data_rank]].tensor_split(case.microbatches)
+        for key, value in global_batch(case, step).items()
+    }
     return [{key: chunks[index] for key, chunks in parts.items()} for index in range(case.microbatches)]

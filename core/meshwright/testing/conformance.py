@@ -4,7 +4,7 @@
     def test_conformance(cell):
         cell.check()
 
-What a cell is, and when it passes, is told in `meshwright.testing.cells`.
+See `meshwright.testing.cells` for what a cell is and when it passes.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
 from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..mesh.sizes import CLAIMABLE_AXES, Degrees, MeshSizes
+from ..optim.config import OptimizerConfig, ScheduleConfig
 from ..strategy.registry import get_strategy
 from ..strategy.spec import ROUNDS_ANEW, StrategySpec
 from ..strategy.stack import resolve
-from ..train.run.run_file import OptimizerConfig, ScheduleConfig
 from .case import Case
 from .cells import Cell, Kind, register
 from .models import case_reason
 
 EXPERTS = "mixtral"
 """The model of layouts with `ep`: four experts, two for each token."""
-
 DECAYING = ScheduleConfig(name="linear", warmup_steps=1)
-"""Another rate at each step."""
-
 RATES = (("*embed*", 3e-2, 0.0), ("*norm*", 2e-2, 0.2))
 """Groups of their own, which the stages of a pipeline have in different numbers; see `Case.rates`."""
+SGD = OptimizerConfig(name="SGD", lr=0.1, weight_decay=0.1, options={"momentum": 0.9})
 
 
 def conformance(
@@ -49,7 +47,7 @@ def conformance(
     plugin: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> list[Cell]:
-    """List what there is to try of a strategy.
+    """Return the cells to try of a strategy.
 
     Args:
         strategy: name or alias.
@@ -60,8 +58,8 @@ def conformance(
             divided.
         device: cpu or cuda.
         plugin: a module that brings the strategy, where its package is not installed.
-        sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow; an axis that another
-            strategy shards by wrapping this one may be among them, such as `pp_size`.
+        sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow, perhaps with an axis
+            that another strategy shards by wrapping this one, such as `pp_size`.
 
     Raises:
         StrategyError: there is no such strategy.
@@ -74,13 +72,15 @@ def conformance(
     spec = get_strategy(strategy)
     fixed = dict(config or {})
     validated(spec.config_cls, fixed, where=f"options of {spec.name!r}")
-    layouts = list(layouts_of(spec, ranks)) if not sizes else [_layout(spec, ranks, sizes)]
+    layouts = [(str(_degrees(spec, ranks, sizes)), ranks, dict(sizes), True)] if sizes else [*layouts_of(spec, ranks)]
     if models is not None:
         # Of the layouts that divide the data alone, where there are some, the one with the most axes.
         data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
         place = (spec.name, *(data or layouts)[-1][:3])
-        made = [(model, Case(model_type=model, tied=None), case_reason(model)) for model in models]
-        return [Cell(*place, name, case, fixed, "architecture", device, plugin, reason) for name, case, reason in made]
+        return [
+            Cell(*place, name, Case(name, tied=None), fixed, "architecture", device, plugin, case_reason(name))
+            for name in models
+        ]
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
@@ -89,7 +89,7 @@ def conformance(
 
 
 def layouts_of(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
-    """(name, world size, sizes, whether all cases are tried) of each layout that the claims allow."""
+    """Yield name, world size, sizes and whether all cases are tried, for each layout that the claims allow."""
     axes = [axis for axis in CLAIMABLE_AXES if axis in spec.axes and axis != "ep"]
     yield "one rank", 1, {}, not axes
     for axis in axes:
@@ -101,12 +101,9 @@ def layouts_of(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[
             degrees = {first: 2, second: ranks // 2}
             if ranks >= 4 and ranks % 2 == 0:
                 yield f"{first}=2 x {second}={ranks // 2}", ranks, _sizes(degrees, spec), True
-    if "ep" in spec.axes:
-        yield from _expert_layouts(spec, ranks)
-
-
-def _expert_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
-    """As `layouts_of`, for `ep`, whose ranks are those of other axes: dp_shard, and perhaps tp or dp_replicate."""
+    if "ep" not in spec.axes:
+        return
+    # The ranks of `ep` are those of other axes: dp_shard, and perhaps tp or dp_replicate.
     yield "ep=2", 2, {**_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
     if ranks < 4 or ranks % 2:
         return
@@ -118,12 +115,8 @@ def _expert_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, 
             yield f"{axis}=2 x ep={size}", ranks, {**_sizes(degrees, spec), "ep_size": size}, False
 
 
-def _layout(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> tuple[str, int, dict[str, int], bool]:
-    return str(_degrees(spec, ranks, sizes)), ranks, dict(sizes), True
-
-
 def _degrees(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> Degrees:
-    """Of the strategy, and of those that wrap it where it does not claim an axis itself."""
+    """Return the degrees of the strategy, and of those that wrap it where it does not claim an axis itself."""
     return resolve(spec.name, validated(MeshSizes, sizes, where="sizes"), ranks)[1]
 
 
@@ -132,13 +125,22 @@ def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
     sizes = {"dp_size": replicate * shard}
     if "dp_shard" in spec.axes:
         sizes["dp_replicate_size"] = replicate
-    for axis, degree in degrees.items():
-        if axis in ("tp", "pp", "cp", "ep"):
-            sizes[f"{axis}_size"] = degree
-    return sizes
+    return sizes | {f"{axis}_size": degree for axis, degree in degrees.items() if axis in ("tp", "pp", "cp", "ep")}
+
+
+def _at_once(case: Case, shares: tuple[int, ...] | None) -> Case:
+    """Accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
+    doubled = tuple(2 * share for share in shares) if shares else None
+    return replace(case, tied=True, microbatches=2, sequences=24, shares=doubled)
 
 
 _Entry = tuple[str, Case, dict[str, Any], Kind, str | None]
+
+
+def _entry(
+    name: str, case: Case, extra: dict[str, Any] | None = None, kind: Kind = "train", reason: str | None = None
+) -> _Entry:
+    return name, case, extra or {}, kind, reason
 
 
 def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
@@ -157,8 +159,7 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     yield _entry("objective", replace(_at_once(base, uneven), steps=2), kind="objective")
     if not main:
         return
-    alone = "there is no other data rank to differ from" if data_ranks == 1 else None
-    cases = {
+    cases: dict[str, Case] = {
         "accumulation 2": replace(base, microbatches=2, sequences=24),
         "accumulation 4": replace(base, microbatches=4, sequences=48),
         "tied": replace(base, tied=True, microbatches=2, sequences=24),
@@ -167,9 +168,7 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
         "norm 1": replace(base, norm_type=1.0, max_norm=5.0),
         "norm inf": replace(base, norm_type=math.inf, max_norm=0.05),
         "unclipped": replace(base, max_norm=None),
-        "sgd with momentum": replace(
-            base, optimizer=OptimizerConfig(name="SGD", lr=0.1, weight_decay=0.1, options={"momentum": 0.9})
-        ),
+        "sgd with momentum": replace(base, optimizer=SGD),
         "schedule": replace(base, steps=4, schedule=ScheduleConfig(name="cosine", warmup_steps=1)),
         "evaluation between steps": replace(base, eval_after=True),
         "unshard between steps": replace(base, unshard_after=True),
@@ -177,21 +176,21 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     for name, case in cases.items():
         yield _entry(name, case)
     yield _entry("norms by block", replace(_at_once(base, uneven), steps=2), kind="norms")
-    empty = replace(base, empty=12 // data_ranks)
-    yield _entry("a rank without tokens", empty, reason=alone)
-    more = replace(base, empty=24 // data_ranks, sequences=24, microbatches=2)
-    yield _entry("a rank without tokens, accumulating", more, reason=alone)
+    alone = "there is no other data rank to differ from" if data_ranks == 1 else None
     lonely = "there is no other rank to differ from" if ranks == 1 else None
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
-    yield _entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
     dense = "its model has no experts" if has_experts else None
+    wide = "its model's float32 is made float64 in forwards" if has_experts else None
+    empty, more = replace(base, empty=12 // data_ranks), replace(base, empty=24 // data_ranks, sequences=24)
+    yield _entry("a rank without tokens", empty, reason=alone)
+    yield _entry("a rank without tokens, accumulating", replace(more, microbatches=2), reason=alone)
+    yield _entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
     yield _entry("unused parameters", routed, reason=dense)
     yield _entry("no gradient in a step", replace(routed, route="steps"), reason=dense)
     yield _entry("ranks use different parameters", replace(routed, route="ranks"), reason=dense)
-    for name, tied in (("state to single and back", False), ("state to single and back, tied", True)):
-        yield _entry(name, replace(base, steps=4, tied=tied), kind="state")
+    yield _entry("state to single and back", replace(base, steps=4), kind="state")
+    yield _entry("state to single and back, tied", replace(base, steps=4, tied=True), kind="state")
     yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="checkpoint")
-    wide = "its model's float32 is made float64 in forwards" if has_experts else None
     yield _entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="checkpoint", reason=wide)
     yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _options(spec.config_cls, fixed):
@@ -201,44 +200,27 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
         yield _entry(f"{option}={value}", case, {option: value}, reason=reason)
 
 
-def _at_once(case: Case, shares: tuple[int, ...] | None) -> Case:
-    """Accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
-    doubled = tuple(2 * share for share in shares) if shares else None
-    return replace(case, tied=True, microbatches=2, sequences=24, shares=doubled)
-
-
-def _entry(
-    name: str,
-    case: Case,
-    extra: dict[str, Any] | None = None,
-    kind: Kind = "train",
-    reason: str | None = None,
-) -> _Entry:
-    return name, case, extra or {}, kind, reason
-
-
 def _options(config_cls: type[BaseModel], fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
-    """(option, value, why it is not tried) for every other value of each option that has few, or gives examples."""
+    """Yield option, value and why it is not tried, for every other value of each option that has few or examples."""
     for name, info in config_cls.model_fields.items():
         if name in fixed:
             continue
-        known = [*_values(info.annotation), *(info.examples or ())]
-        values = [value for value in known if value != info.get_default(call_default_factory=True)]
-        for value in values:
-            yield name, value, None
+        default = info.get_default(call_default_factory=True)
+        values = [value for value in (*_values(info.annotation), *(info.examples or ())) if value != default]
+        yield from ((name, value, None) for value in values)
         if not values:
             yield name, "...", f"any value of its type: try one with --set {name}=value"
 
 
 def _values(annotation: Any) -> list[Any]:
-    """The values of a type that has few: bool, Literal, None and unions of them."""
+    """Return the values of a type that has few: bool, Literal, None and unions of them."""
     if annotation is bool:
         return [True, False]
     if annotation is type(None):
         return [None]
-    origin = typing.get_origin(annotation)
-    if origin is Literal:
-        return list(typing.get_args(annotation))
-    if origin in (typing.Union, types.UnionType):
-        return [value for part in typing.get_args(annotation) for value in _values(part)]
+    match typing.get_origin(annotation):
+        case typing.Literal:
+            return list(typing.get_args(annotation))
+        case typing.Union | types.UnionType:
+            return [value for part in typing.get_args(annotation) for value in _values(part)]
     return []

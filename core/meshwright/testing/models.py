@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..base.errors import ConfigError, nearest
+from .zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
 TINY: dict[str, dict[str, Any]] = {
@@ -25,8 +27,6 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 36, "n_layer": 3, "n_head": 6, "vocab_size": 131, "n_positions": 64}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-
-
 ROUTED_VOCAB = 131
 
 
@@ -69,13 +69,11 @@ class _RoutedBlock(nn.Module):
 
 
 def known_models(text: str) -> list[str]:
-    """The model names of a comma-separated list, or of "all": every type of the zoo.
+    """Return the model names of a comma-separated list, or of "all": every type of the zoo.
 
     Raises:
         ConfigError: a name that is no model type of the zoo and none of this module's.
     """
-    from .zoo import zoo_types
-
     known = zoo_types()
     if text == "all":
         return known
@@ -87,29 +85,21 @@ def known_models(text: str) -> list[str]:
 
 
 def case_reason(model_type: str) -> str | None:
-    """Why a model cannot train as a text-only causal LM; None if it can."""
-    if model_type == "routed" or model_type in TINY:
-        return None
-    from .zoo import zoo_reason
-
-    return zoo_reason(model_type)
+    """Return why a model cannot train as a text-only causal LM; None if it can."""
+    return None if model_type == "routed" or model_type in TINY else zoo_reason(model_type)
 
 
 def case_vocab(model_type: str) -> int:
-    """Token ids of `case_model` are below this."""
+    """Return the number of token ids of `case_model`."""
     if model_type == "routed":
         return ROUTED_VOCAB
-    if model_type in TINY:
-        return int(TINY[model_type]["vocab_size"])
-    from .zoo import zoo_vocab
-
-    return zoo_vocab(model_type)
+    return int(TINY[model_type]["vocab_size"]) if model_type in TINY else zoo_vocab(model_type)
 
 
 def case_model(
     model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype, layers: int | None = None
 ) -> nn.Module:
-    """The tiny model of a name: a key of TINY, "routed", or a model type of the zoo.
+    """Return the tiny model of a name: a key of TINY, "routed", or a model type of the zoo.
 
     Args:
         layers: number of blocks, for keys of TINY and "routed".
@@ -119,8 +109,6 @@ def case_model(
         return RoutedModel(dtype, layers or 3)
     if model_type in TINY:
         return tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype, layers=layers)
-    from .zoo import zoo_model
-
     return zoo_model(model_type, seed=seed, dtype=dtype, tied=tied)
 
 
@@ -132,18 +120,38 @@ def tiny_model(
     dtype: torch.dtype = torch.float64,
     layers: int | None = None,
 ) -> nn.Module:
-    """A random causal LM of transformers with about 50,000 parameters, the same for equal arguments."""
+    """Return a random causal LM of transformers with about 50,000 parameters, the same for equal arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        model_type,
-        **TINY[model_type],
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(model_type, **TINY[model_type], tie_word_embeddings=tied, **ids)
     if layers is not None:
         config.num_hidden_layers = layers
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def adapted_model(model: nn.Module, options: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """Add an adapter of peft that already changes what the model computes.
+
+    Args:
+        options: fields of peft's `LoraConfig`; `adapters`: names, of which the first trains, where there are several.
+        seed: of the adapter's values, all of which are drawn, also those that peft starts from zero.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    fields = dict(options)
+    names = fields.pop("adapters", ("default",))
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **fields), adapter_name=names[0])
+    for name in names[1:]:
+        adapted.add_adapter(name, LoraConfig(task_type="CAUSAL_LM", **fields))
+    if len(names) > 1:
+        adapted.base_model.set_adapter(list(names))
+        for name, parameter in adapted.named_parameters():
+            if any(f".{each}." in f"{name}." for each in names[1:]):
+                parameter.requires_grad_(False)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.types import OptimizerFactory
@@ -28,23 +27,31 @@ from ..optim.schedules import build_scheduler
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
 from ..strategy.stack import resolve
-from .adapters import adapted_model
-from .case import Case, Difference, Outcome, global_batch, share
-from .models import case_model
+from .case import Case, Difference, Outcome, share
+from .models import adapted_model, case_model
 from .pool import pool
+
+Config = Mapping[str, Any]
 
 
 def build_manager(
     strategy: str,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
+    config: Config,
+    sizes: Config,
     case: Case,
     *,
     seed: int = 0,
     device: str = "cpu",
-    wrapper_config: Mapping[str, Any] | None = None,
+    wrapper_config: Config | None = None,
 ) -> StrategyManager:
-    """On every rank: the manager of `strategy` with the case's model and optimizer, ready to train."""
+    """Return the manager of `strategy` with the case's model and optimizer, ready to train. Called on every rank.
+
+    Args:
+        config: options of the strategy.
+        sizes: of `MeshSizes`.
+        seed: of the model's weights.
+        wrapper_config: options of strategies around it, by name.
+    """
     manager, optimizer = build_with_optimizer(
         strategy, config, sizes, case, seed=seed, device=device, wrapper_config=wrapper_config
     )
@@ -57,13 +64,13 @@ def build_manager(
 
 def build_with_optimizer(
     strategy: str,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
+    config: Config,
+    sizes: Config,
     case: Case,
     *,
     seed: int = 0,
     device: str = "cpu",
-    wrapper_config: Mapping[str, Any] | None = None,
+    wrapper_config: Config | None = None,
 ) -> tuple[StrategyManager, Optimizer]:
     """As `build_manager`, and the optimizer, which follows no schedule yet."""
     world = open_world(device)
@@ -83,7 +90,7 @@ def build_with_optimizer(
 
 
 def _factory(case: Case) -> OptimizerFactory:
-    """Groups as `case.rates` says, and one of the rest; or those of a run file."""
+    """Groups as `case.rates` says, and one of the rest; or those of the case's optimizer."""
     if not case.rates:
         return optimizer_factory(case.optimizer)
     cls = getattr(torch.optim, case.optimizer.name)
@@ -102,7 +109,11 @@ def _factory(case: Case) -> OptimizerFactory:
 def train_steps(
     manager: StrategyManager, case: Case, steps: range, before_clip: Callable[[], None] = lambda: None
 ) -> tuple[list[float], list[float], list[float]]:
-    """Losses, norms and evaluation losses of some steps of the case; each calls when it has its gradients."""
+    """Return losses, norms and evaluation losses of some steps of the case.
+
+    Args:
+        before_clip: called in each step once gradients are complete.
+    """
     losses, norms, eval_losses = [], [], []
     for step in steps:
         microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
@@ -112,27 +123,14 @@ def train_steps(
         norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
         manager.optimizer_step()
         if case.unshard_after:
-            check_given(manager)
+            _check_iter_parameters(manager)
         if case.eval_after:
             eval_losses.append(float(manager.eval_loss(microbatches, num_tokens=num_tokens)))
     return losses, norms, eval_losses
 
 
-def training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[], float]:
-    """One step of the case without clipping, as a call that needs nothing but the manager; it returns the loss."""
-    microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
-    num_tokens = count_tokens(microbatches, manager.mesh)
-
-    def run() -> float:
-        loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
-        manager.optimizer_step()
-        return float(loss)
-
-    return run
-
-
 def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
-    """Every parameter of the model under all of its names, whole, on this rank; also those of other stages."""
+    """Return every parameter of the model under all of its names, unsharded; also those of other stages. Collective."""
     with manager.unshard() as parts:
         found = {
             name: p.detach().clone() for part in parts for name, p in part.named_parameters(remove_duplicate=False)
@@ -144,19 +142,15 @@ def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
     return {name: weight for stage in stages for name, weight in stage.items()}
 
 
-def check_given(manager: StrategyManager) -> None:
-    """Compare the parameters that `iter_parameters` gives with those that `unshard` holds. Collective.
-
-    Raises:
-        AssertionError: names, order or bits differ.
-    """
+def _check_iter_parameters(manager: StrategyManager) -> None:
+    """Raise AssertionError unless `iter_parameters` yields the names and bits that `unshard` holds. Collective."""
     given = dict(manager.iter_parameters(bucket_bytes=1 << 15))
     expected = [name for part in manager.model_parts for name, _ in part.named_parameters()]
     # A rank of a pipeline knows the names of its own stages alone.
     if manager.mesh.degrees.pp == 1 and list(given) != expected:
         raise AssertionError(f"iter_parameters gives {list(given)}, not {expected}")
     for name, whole in full_weights(manager).items():
-        # What is tied comes under one name.
+        # A tied parameter comes under one name.
         found = [given[name]] if name in given else given.values()
         if not any(each.dtype == whole.dtype and torch.equal(_bytes_of(each), _bytes_of(whole)) for each in found):
             raise AssertionError(f"iter_parameters gives another {name} than unshard")
@@ -167,44 +161,38 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def train_case(
-    strategy: str,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
-    case: Case,
-    device: str = "cpu",
-    wrapper_config: Mapping[str, Any] | None = None,
+    strategy: str, config: Config, sizes: Config, case: Case, device: str = "cpu", wrapper_config: Config | None = None
 ) -> Outcome:
-    """The task of one rank."""
+    """The task of one rank: all steps of the case."""
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
-    losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
-    return Outcome(losses, norms, eval_losses, full_weights(manager))
+    return Outcome(*train_steps(manager, case, range(case.steps)), full_weights(manager))
 
 
 def train_part(
     strategy: str,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
+    config: Config,
+    sizes: Config,
     case: Case,
     steps: range,
     state: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> tuple[Outcome, dict[str, Any]]:
-    """The task of one rank: some steps of the case, from the full state that another part has left."""
-    # Another seed than the other parts': what is not loaded shows.
+    """The task of one rank: some steps of the case, from the full state that another part has returned."""
+    # Another seed than the other parts', so that what is not loaded shows.
     manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
     if state is not None:
         # A step of its own first, so that there is optimizer state to be replaced.
         train_steps(manager, case, range(99, 100))
         first = manager.mesh.rank == 0
         manager.load_state_dict(state if first else {"model": {}, "optimizer": {}}, full=True)
-    losses, norms, eval_losses = train_steps(manager, case, steps)
-    return Outcome(losses, norms, eval_losses, full_weights(manager)), manager.state_dict(full=True)
+    found = train_steps(manager, case, steps)
+    return Outcome(*found, full_weights(manager)), manager.state_dict(full=True)
 
 
 def train_from_checkpoint(
     strategy: str,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
+    config: Config,
+    sizes: Config,
     case: Case,
     steps: range,
     source: str | None,
@@ -213,14 +201,13 @@ def train_from_checkpoint(
 ) -> Outcome:
     """The task of one rank: some steps of the case, from a checkpoint if there is one, and into another."""
     manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
-    losses, norms, eval_losses = train_between(manager, case, steps, source, target)
-    return Outcome(losses, norms, eval_losses, full_weights(manager))
+    return Outcome(*train_between(manager, case, steps, source, target), full_weights(manager))
 
 
 def train_between(
     manager: StrategyManager, case: Case, steps: range, source: str | None, target: str | None
 ) -> tuple[list[float], list[float], list[float]]:
-    """Some steps of the case, from a checkpoint if there is one, and into another if it is named; see `train_steps`."""
+    """As `train_steps`, from a checkpoint if there is one, and into another if it is named."""
     if source is not None:
         # A step of its own first, so that there is state to be replaced.
         train_steps(manager, case, range(99, 100))
@@ -231,38 +218,9 @@ def train_between(
     return found
 
 
-def unshard_between_steps(
-    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case
-) -> tuple[bool, float, bool, bool]:
-    """The task of one rank: training with and without `unshard` after the first step.
-
-    Returns:
-        Whether the model had plain parameters then; how far its logits were from those of a plain model with the same
-        weights; whether both generated the same; and whether training went on as without it, bit for bit.
-    """
-    runs = []
-    for is_interrupted in (False, True):
-        manager = build_manager(strategy, config, sizes, case)
-        train_steps(manager, case, range(1))
-        if is_interrupted:
-            single = case_model(case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype))
-            single.load_state_dict(full_weights(manager))
-            options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-            with manager.unshard() as (model,), torch.no_grad():
-                plain = not any(isinstance(p, DTensor) for p in model.parameters())
-                ids = global_batch(case, 0)["input_ids"][:2]
-                apart = float((model(input_ids=ids).logits - single(input_ids=ids).logits).abs().max())
-                told, expected = (each.generate(ids, **options) for each in (model, single))
-                same = bool(torch.equal(told, expected))
-        runs.append((train_steps(manager, case, range(1, 3))[0], full_weights(manager)))
-    (losses, weights), (again, weights_again) = runs
-    is_same = losses == again and all(torch.equal(weights[name], weights_again[name]) for name in weights)
-    return plain, apart, same, is_same
-
-
 @functools.lru_cache(maxsize=256)
 def reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
-    """The case under `single`, on one rank, each step in so many microbatches."""
+    """Return the outcome of the case under `single`, on one rank, each step in so many microbatches."""
     return pool(1).run(train_case, "single", {}, {}, case.undivided(microbatches), device, device=device)[0]
 
 
@@ -271,9 +229,9 @@ def compare(
     case: Case,
     *,
     world_size: int,
-    config: Mapping[str, Any] | None = None,
-    sizes: Mapping[str, Any] | None = None,
-    wrapper_config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
+    sizes: Config | None = None,
+    wrapper_config: Config | None = None,
 ) -> Difference:
     """Train `case` under `strategy` on `world_size` ranks and under `single`.
 
@@ -286,7 +244,7 @@ def compare(
         wrapper_config: options of strategies around it, by name.
 
     Returns:
-        The largest of any rank.
+        The largest differences of any rank.
 
     Raises:
         RankError: a rank failed.
@@ -297,7 +255,7 @@ def compare(
 
 
 def difference(outcomes: list[Outcome], expected: Outcome) -> Difference:
-    """Largest difference of any rank's outcome from the expected one."""
+    """Return the largest difference of any rank's outcome from the expected one."""
     for outcome in outcomes:
         if outcome.weights.keys() != expected.weights.keys():
             raise AssertionError(f"parameters differ: {outcome.weights.keys() ^ expected.weights.keys()}")
@@ -321,12 +279,12 @@ def assert_parity(
     case: Case,
     *,
     world_size: int,
-    config: Mapping[str, Any] | None = None,
-    sizes: Mapping[str, Any] | None = None,
-    wrapper_config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
+    sizes: Config | None = None,
+    wrapper_config: Config | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless `compare`, which says what the other arguments are, stays within the tolerance.
+    """Fail unless `compare`, which documents the other arguments, stays within the tolerance.
 
     Args:
         tolerance: of losses [nats], norms and weights, absolute; None: that of the case, 1e-9 in float64.

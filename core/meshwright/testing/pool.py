@@ -2,7 +2,7 @@
 
 Starting a process that imports torch and transformers takes seconds, a task on a running worker half a second. Each
 task gets a fresh process group over a file store, so tests share no state and no port. After a failure the workers are
-thrown away, since peers of the failed rank may be stuck in a collective.
+replaced, since peers of the failed rank may be stuck in a collective.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ T = TypeVar("T")
 
 GROUP_TIMEOUT_S = 60.0
 """How long a collective of a task waits for its peers."""
-
 _MOST_THREADS = 256
 """A worker with more threads is replaced: torch before 2.13 keeps process groups of ended tasks alive in caches that
 cannot be emptied, and each gloo group has threads that poll."""
-
 _FINISHED = "finished"
-"""Told to the workers when all of them have ended a task."""
+"""Message to the workers when all of them have ended a task."""
+_PRELOADED = [
+    *("torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("transformers", "transformers.modeling_utils", "meshwright.manager.data_parallel"),
+]
+"""Modules that the fork server imports once, so that each worker starts with them."""
 
 
 class WorkerPool:
@@ -63,12 +66,12 @@ class WorkerPool:
             Results in order of rank.
 
         Raises:
-            RankError: a rank failed, died or took too long; carries the traceback of the first one that did.
+            RankError: a rank failed, died or took too long; with the traceback of the first one that did.
         """
         try:
             return self._run(task, args, timeout_s, device)
         except (ConnectionResetError, BrokenPipeError):
-            # A worker ended with the message unread: what killed it came after the task before, and is not this one.
+            # A worker ended with the message unread: what killed it came after the previous task.
             warn("a worker died after a task had ended; new ones take its place.", stacklevel=2)
             return self._run(task, args, timeout_s, device)
 
@@ -95,8 +98,8 @@ class WorkerPool:
         """End the workers; the next task starts new ones.
 
         Args:
-            grace_s: time that idle workers get to tidy up [s]: what torch's compiler shares between processes is
-                reported as leaked otherwise.
+            grace_s: time for idle workers to clean up [s]; without it, what torch's compiler shares between processes
+                is reported as leaked.
         """
         for _, connection in self._workers:
             connection.close()
@@ -110,7 +113,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "meshwright.testing.preload"])
+        context.set_forkserver_preload(_PRELOADED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
@@ -143,35 +146,35 @@ class WorkerPool:
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
             raise RankError(f"rank {rank} of {self.size} died with {how}.") from None
         if not succeeded:
-            # The first report is the cause: peers of a failed rank are stuck, not failed, until they are ended.
+            # The first report is the cause: peers of a failed rank are stuck until they are ended.
             raise RankError(f"rank {rank} of {self.size} failed:\n{value}")
         return value
 
 
 @functools.cache
 def pool(size: int) -> WorkerPool:
-    """The shared pool of this process for a world size."""
+    """Return the shared pool of this process for a world size."""
     workers = WorkerPool(size)
     atexit.register(workers.close, grace_s=5.0)
     return workers
 
 
 def _threads(process: multiprocessing.process.BaseProcess) -> int:
-    """Threads of a worker; 0 where the system does not tell, as other than Linux."""
+    """Return the number of threads of a worker; 0 where the system is not Linux."""
     tasks = Path(f"/proc/{process.pid}/task")
     return sum(1 for _ in tasks.iterdir()) if tasks.is_dir() else 0
 
 
 def _serve(rank: int, size: int, connection: Connection) -> None:
-    """A worker's life: tasks until the other end closes."""
+    """Run tasks in a worker until the other end closes."""
     import torch
     import torch.distributed as dist
 
     from ..launch.open_world import open_world
-    from ._compat import forget_meshes, freeze
+    from ..tracing._compat import forget_meshes, freeze
 
     torch.set_num_threads(1)
-    # What is imported by now is never garbage: looking through it took a fifth of a task.
+    # What is imported by now is never garbage: searching it took a fifth of a task.
     freeze()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     while True:

@@ -1,4 +1,1 @@
-"""A local page on runs, while they train and afterwards: files that grow, what they say, and a server on loopback.
-
-All comes from the runs' directories. No torch.
-"""
+"""A local page on runs, while they train and afterwards, all from their directories; without torch."""

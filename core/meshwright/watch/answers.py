@@ -1,4 +1,4 @@
-"""What the page asks for, as values of JSON: each answer from one or two runs, and from parameters that are checked."""
+"""Answer what the page asks for, as values of JSON, from one or two runs and from parameters that are checked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import timelines
-from .compare import COMPARED, Compared, Difference, compare, differing_settings
-from .downsample import MOST_POINTS, chosen, plain, within
+from .compare import COMPARED, compare, differing_settings
 from .ranks import LAST
 from .run import WatchedRun
 
@@ -22,9 +18,9 @@ if TYPE_CHECKING:
 
 _POINTS = 1200
 _PATIENCE_S = 0.3
-"""Of reading, for one answer and run; the page asks again."""
+"""Time of reading for one answer and run; the page asks again."""
 _NAMES = 500
-"""Of columns in one answer."""
+"""Columns in one answer."""
 
 
 class BadQuestion(ValueError):
@@ -32,17 +28,13 @@ class BadQuestion(ValueError):
 
 
 class Answers:
-    """Answers about some runs.
-
-    Args:
-        runs: in the order in which the page has them; a question names one by its place.
-    """
+    """Answers about some runs, which a question names by their place."""
 
     def __init__(self, runs: Sequence[WatchedRun]) -> None:
         self._runs = runs
 
     def state(self, query: QueryParams) -> dict[str, Any]:
-        """Of all runs, after reading what is new; "more": there is more to be read at once."""
+        """All runs, after reading what is new; "more": there is more to be read at once."""
         found, more = [], False
         for run in self._runs:
             with run.lock:
@@ -52,7 +44,7 @@ class Answers:
                         has_more = run.refresh()
                     found.append(run.state())
                 except Exception as error:
-                    # The others are to be seen all the same.
+                    # The page shows the others all the same.
                     has_more = False
                     found.append(run.unreadable(error))
                 more |= has_more
@@ -94,19 +86,15 @@ class Answers:
         return timelines.look(self._run(query).timeline, _whole(query, "step"))
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
-        """Two runs: first differing steps, differences by step, and what their run files say differently."""
+        """Two runs: first differing steps, differences by step, and settings that differ."""
         one, other = self._run(query, "one"), self._run(query, "other")
         span = _span(query)
+        # One run after the other: two locks at once could be taken in two orders.
         with one.lock:
-            # Of one run after the other: two locks at once could be taken in two orders.
             mine, settings = {name: one.metrics.column(name) for name in COMPARED}, one.settings()
         with other.lock:
-            found = {name: compare(mine[name], other.metrics.column(name)) for name in COMPARED}
-            changed = differing_settings(settings, other.settings())
-        return {
-            "columns": {name: _compared(each, *span) for name, each in found.items()},
-            "settings": changed,
-        }
+            found = {name: compare(mine[name], other.metrics.column(name), *span) for name in COMPARED}
+            return {"columns": found, "settings": differing_settings(settings, other.settings())}
 
     def _run(self, query: QueryParams, key: str = "run") -> WatchedRun:
         place = _whole(query, key)
@@ -131,26 +119,8 @@ def _span(query: QueryParams) -> tuple[int | None, int | None, int]:
     return _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
 
 
-def _compared(found: Compared, low: int | None, high: int | None, points: int) -> dict[str, Any]:
-    part = within(found.at, low, high)
-    at, relative = found.at[part], found.relative[part]
-    places = chosen(at, relative, min(points, MOST_POINTS))
-    return {
-        "steps": found.steps,
-        "first": _difference(found.first),
-        "parted": _difference(found.parted),
-        "largest": found.largest if math.isfinite(found.largest) else None,
-        "x": at[places].tolist(),
-        "y": plain(np.asarray(relative[places])),
-    }
-
-
-def _difference(found: Difference | None) -> dict[str, Any] | None:
-    return None if found is None else _clean(asdict(found))
-
-
 def as_json(value: Any) -> bytes:
-    """A value as JSON in ASCII, so that halves of characters are no error; what is not finite is null."""
+    """Return a value as JSON in ASCII, so that lone surrogates are no error; what is not finite is null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:

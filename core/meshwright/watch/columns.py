@@ -1,6 +1,11 @@
-"""Numbers by step, in columns that grow. Where a file goes back to an earlier step, later lines replace earlier ones.
+"""Numbers by step, in columns that grow, and fewer points of them that look like all.
 
-That is the rule of `train.report.read_metrics`: a run that was killed goes on from its last checkpoint.
+Where a file goes back to an earlier step, later lines replace earlier ones, as in `train.report.read_metrics`: a run
+that was killed resumes from its last checkpoint.
+
+[Note: buckets] Of each bucket of steps the lowest and the highest value are drawn, so spikes stay. A bucket is 2**k
+steps wide and begins at a multiple of that, so the points that were drawn stay where they are while a run continues.
+What is not finite is a gap.
 """
 
 from __future__ import annotations
@@ -12,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from .downsample import MOST_POINTS, chosen, plain, within
 from .tail import number
 
 MAX_COLUMNS = 2000
-"""Further names are left out: norms of thousands of blocks would make a page that shows nothing."""
+"""Further names are left out: a page with norms of thousands of blocks would show nothing."""
+MOST_POINTS = 4000
+"""Of a line."""
 STEP = "step"
 
 
@@ -35,22 +41,18 @@ class Columns:
         self.last_step = 0
         self.left_out = False
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._columns
-
     @property
     def names(self) -> list[str]:
         """In the order in which they came; those of a group are "group/name"."""
         return [name for name, (steps, _) in self._columns.items() if steps]
 
     def clear(self) -> None:
-        """Forget all."""
         self._columns.clear()
         self.version += 1
         self.last_step = 0
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> int:
-        """Add lines of a file of metrics; how many are none, for want of a step of 1 or more."""
+        """Add lines of a file of metrics, and return how many have no step of 1 or more."""
         # Beyond that, a step is no number of 8 bytes, nor one that a page could tell from the next.
         found = [record for record in records if type(step := record.get(STEP)) is int and 1 <= step < 1 << 53]
         begin = 0
@@ -76,17 +78,14 @@ class Columns:
         for name in dict.fromkeys(name for names in signatures for name in names):
             if not prefix and name == STEP:
                 continue
-            if len(signatures) == 1:
-                at, values = steps, [record[name] for record in records]
-            else:
-                have = [place for place, record in enumerate(records) if name in record]
-                at, values = array("q", [steps[place] for place in have]), [records[place][name] for place in have]
+            at, values = steps, [record[name] for record in records if name in record]
+            if len(signatures) > 1:
+                at = array("q", [step for step, record in zip(steps, records, strict=True) if name in record])
             types = set(map(type, values))
             if dict in types:
                 groups = [place for place, value in enumerate(values) if type(value) is dict]
-                self._put(
-                    f"{prefix}{name}/", array("q", [at[place] for place in groups]), [values[place] for place in groups]
-                )
+                of_groups = array("q", [at[place] for place in groups])
+                self._put(f"{prefix}{name}/", of_groups, [values[place] for place in groups])
             if not types <= {float, int}:
                 numbers = [number(value) for value in values]
                 at = array("q", [step for step, value in zip(at, numbers, strict=True) if value is not None])
@@ -109,23 +108,23 @@ class Columns:
             column[1].extend(found for value in values if (found := number(value)) is not None)
 
     def _go_back(self, step: int) -> None:
-        """Forget what is of this step or later."""
+        """Forget this step and later ones."""
         for steps, values in self._columns.values():
             place = bisect.bisect_left(steps, step)
             del steps[place:], values[place:]
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, int64 (N), and values, float64 (N), copied; both empty where there is none of that name."""
+        """Return copies of steps, int64 (N), and values, float64 (N); both empty where there is none of that name."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
         return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def last(self, name: str) -> float | None:
-        """The latest value."""
+        """Return the latest value."""
         _, values = self._columns.get(name, ((), ()))
         return values[-1] if values else None
 
     def series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Points of columns within some steps, each column downsampled by itself; values of JSON."""
+        """Return points of columns within some steps, each column downsampled by itself, as values of JSON."""
         found = {}
         for name in names:
             steps, values = self.column(name)
@@ -136,18 +135,63 @@ class Columns:
         return found
 
     def together(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Points of several columns at the same steps, which the column `by` chooses; values of JSON.
+        """Return points of several columns at the same steps, which the column `by` chooses, as values of JSON.
 
-        What is drawn one above the other must be of one step, or its sum would be of none.
+        Values that are drawn on top of each other must be of one step, or their sum would be of none.
         """
         steps, values = self.column(by)
         part = within(steps, low, high)
         steps, values = steps[part], values[part]
         at = steps[chosen(steps, values, min(points, MOST_POINTS))]
-        found = {}
+        found: dict[str, list[float | None]] = {}
         for name in names:
             of, numbers = self.column(name)
-            places = np.minimum(np.searchsorted(of, at), max(0, len(of) - 1))
-            is_there = of[places] == at if len(of) else np.zeros(len(at), bool)
-            found[name] = plain(np.where(is_there, numbers[places], np.nan)) if len(of) else [None] * len(at)
+            if not len(of):
+                found[name] = [None] * len(at)
+                continue
+            places = np.minimum(np.searchsorted(of, at), len(of) - 1)
+            found[name] = plain(np.where(of[places] == at, numbers[places], np.nan))
         return {"x": at.tolist(), "columns": found, "count": len(steps)}
+
+
+def width(low: int, high: int, buckets: int) -> int:
+    """Return the steps of a bucket: the smallest power of two by which low..high has at most so many buckets."""
+    wide = 1
+    while high // wide - low // wide + 1 > buckets:
+        wide *= 2
+    return wide
+
+
+def within(steps: np.ndarray, low: int | None, high: int | None) -> slice:
+    """Return the part of ascending steps from `low` to `high`, with one step more on either side, for lines."""
+    start = 0 if low is None else int(np.searchsorted(steps, low, "left"))
+    stop = len(steps) if high is None else int(np.searchsorted(steps, high, "right"))
+    return slice(max(0, start - 1), min(len(steps), stop + 1))
+
+
+def chosen(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
+    """Return ascending indices, int64, of about so many points to draw; all where there are no more.
+
+    Of each bucket these are the lowest and the highest value, and one that is not finite; and the first and the last
+    point of all; see [Note: buckets].
+    """
+    if len(steps) <= max(points, 2):
+        return np.arange(len(steps))
+    wide = width(int(steps[0]), int(steps[-1]), max(1, points // 2))
+    buckets = steps // wide
+    starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
+    bucket_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(steps)))
+    is_finite = np.isfinite(values)
+    lowest = np.minimum.reduceat(np.where(is_finite, values, np.inf), starts)
+    highest = np.maximum.reduceat(np.where(is_finite, values, -np.inf), starts)
+    found = [np.array([0, len(steps) - 1])]
+    for wanted in (is_finite & (values == lowest[bucket_of]), is_finite & (values == highest[bucket_of]), ~is_finite):
+        # The first of each bucket.
+        places = np.flatnonzero(wanted)
+        found.append(places[np.flatnonzero(np.diff(bucket_of[places], prepend=-1))])
+    return np.unique(np.concatenate(found))
+
+
+def plain(values: np.ndarray) -> list[float | None]:
+    """Return values for JSON, which has no numbers that are not finite."""
+    return [value if ok else None for value, ok in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)]

@@ -1,21 +1,20 @@
-"""What each rank says of itself: one file a rank, of which only the end is read, and only when somebody looks."""
+"""What each rank reports: one file a rank, of which only the end is read, and only when somebody looks."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..train.run.stragglers import stragglers
-from .columns import Columns
-from .downsample import plain
-from .tail import Tail, number, parse_lines
+from .columns import Columns, plain
+from .tail import Tail, is_finite, number, numbered_files, parse_lines
 
 MAX_RANKS = 1024
 """Files of further ranks are not read."""
@@ -23,9 +22,8 @@ WINDOW = 1 << 14
 """Bytes at the end of a file, for a rank's last steps."""
 LAST = 50
 """Steps."""
-_FILE = re.compile(r"(\d{1,9})\.jsonl")
 _WHOLE = 1 << 26
-"""Bytes of the file of one rank, of which all is read when its history is asked for."""
+"""Bytes of the file of one rank, all of which is read for its history."""
 _SECONDS = "seconds"
 
 
@@ -33,9 +31,8 @@ class _Rank:
     """The last steps of one rank.
 
     Attributes:
-        steps: their numbers, ascending.
-        seconds: of each, for the whole step and by part.
-        memory: of the last, in bytes by kind.
+        seconds: of each step, for the whole and by part.
+        memory: of the last step, in bytes by kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,19 +56,13 @@ class _Rank:
             self._records.append(record)
         if records or part.is_new:
             self.memory = _numbers(self._records[-1].get("memory")) if self._records else {}
-            self.seconds = [_seconds(record) for record in self._records]
-
-
-def _seconds(record: dict[str, Any]) -> dict[str, float]:
-    return _numbers({_SECONDS: record.get(_SECONDS)} | _object(record.get("times")))
+            self.seconds = [
+                _numbers({_SECONDS: each.get(_SECONDS)}) | _numbers(each.get("times")) for each in self._records
+            ]
 
 
 class Ranks:
-    """The ranks of one run.
-
-    Args:
-        directory: with a file for each.
-    """
+    """The ranks of one run, by a directory with a file for each."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -79,33 +70,27 @@ class Ranks:
         self._whole: tuple[int, Tail, Columns] | None = None
 
     def files(self) -> dict[int, Path]:
-        """Those that are there, of the first `MAX_RANKS` ranks."""
-        try:
-            names = [path.name for path in self._directory.iterdir()]
-        except OSError:
-            return {}
-        found = {int(match[1]): name for name in names if (match := _FILE.fullmatch(name))}
-        return {rank: self._directory / found[rank] for rank in sorted(found)[:MAX_RANKS]}
+        return numbered_files(self._directory, r"(\d{1,9})\.jsonl", MAX_RANKS)
 
     def look(self, last: int = LAST) -> dict[str, Any]:
-        """Memory and seconds of all ranks, values of JSON: lists are by rank, null where a rank has none.
+        """Return memory and seconds of all ranks over their last steps, as values of JSON.
 
-        Args:
-            last: over so many steps.
+        Lists are by rank, null where a rank has none.
         """
-        files = self.files()
-        self._ranks = {rank: self._ranks.get(rank) or _Rank(path) for rank, path in files.items()}
+        self._ranks = {rank: self._ranks.get(rank) or _Rank(path) for rank, path in self.files().items()}
         for each in self._ranks.values():
             each.refresh()
         ranks = list(self._ranks)
         seconds = [each.seconds[-last:] for each in self._ranks.values()]
         memory = [each.memory for each in self._ranks.values()]
-        parts = _names(step for each in seconds for step in each)
-        spans = {part: _over(seconds, part) for part in parts}
-        medians = {part: span[1] for part, span in spans.items()}
-        whole = medians.get(_SECONDS, np.array([]))
+        spans = {part: _over(seconds, part) for part in _names(step for each in seconds for step in each)}
+        whole = spans[_SECONDS][1] if _SECONDS in spans else np.array([])
         step_seconds = float(np.nanmedian(whole)) if np.isfinite(whole).any() else 0.0
-        slow = [each for part in parts for each in stragglers(ranks, part, medians[part], step_seconds=step_seconds)]
+        slow = [
+            asdict(each)
+            for part, span in spans.items()
+            for each in stragglers(ranks, part, span[1], step_seconds=step_seconds)
+        ]
         return {
             "ranks": ranks,
             "steps": [each.last_step for each in self._ranks.values()],
@@ -116,19 +101,13 @@ class Ranks:
             },
             "memory": {kind: plain(np.array([each.get(kind, math.nan) for each in memory])) for kind in _names(memory)},
             "stragglers": [
-                {
-                    "rank": each.rank,
-                    "part": each.part,
-                    "seconds": each.seconds,
-                    "middle": each.middle,
-                    "deviations": each.deviations if math.isfinite(each.deviations) else None,
-                }
+                each | {"deviations": each["deviations"] if math.isfinite(each["deviations"]) else None}
                 for each in slow[:100]
             ],
         }
 
     def history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
-        """Seconds and memory of one rank within some steps, values of JSON; None: it has no file.
+        """Return seconds and memory of one rank within some steps, as values of JSON; None: it has no file.
 
         What was read of its file is kept until another rank is asked for.
         """
@@ -145,17 +124,10 @@ class Ranks:
         return {"rank": rank, "series": columns.series(columns.names, low, high, points)}
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _numbers(value: Any) -> dict[str, float]:
-    """Those of an object that are finite."""
-    return {
-        name: found
-        for name, each in _object(value).items()
-        if (found := number(each)) is not None and math.isfinite(found)
-    }
+    """The finite numbers of an object."""
+    items = value.items() if isinstance(value, dict) else ()
+    return {name: found for name, each in items if is_finite(each) and (found := number(each)) is not None}
 
 
 def _names(records: Iterable[dict[str, float]]) -> list[str]:

@@ -1,10 +1,10 @@
-"""The server of the page: files of `web/`, and answers. It reads, and does nothing else.
+"""Serve the page: files of `web/`, and answers. The server reads, and does nothing else.
 
-[Note: who may ask] By default it listens on loopback alone. A page of somewhere else cannot read an answer, since none
-says that it may; but a name that its owner lets point to this machine would make it one of the same origin. So the
-header Host must name this machine: by an address, which no page can have as its name, or as the user does. Other users
-of the machine reach loopback, too. So the address that is printed has a token, drawn anew each time, which the browser
-keeps in a cookie; without it nothing is answered.
+[Note: who may ask] By default it listens on loopback alone. A page of another origin cannot read an answer, since no
+header allows it; but a name that its owner points to this machine would make it the same origin. So the header Host
+must name this machine: by an address, which no page can have as its name, or as the user does. Other users of the
+machine reach loopback, too. So the printed address has a token, drawn anew each time, which the browser keeps in a
+cookie; without it nothing is answered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError as error:
     ) from None
 
 TOKEN = "token"
-"""The parameter of the address that has it."""
+"""The parameter of the address that holds the token."""
 WEB = Path(__file__).parent / "web"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
@@ -50,14 +50,7 @@ HEADERS = {
 
 
 def listening(host: str, port: int | None, *, default: int) -> socket.socket:
-    """A socket to serve on.
-
-    Args:
-        port: None: `default`, or any that is free.
-
-    Raises:
-        ConfigError: host or port cannot be had.
-    """
+    """Return a socket to serve on; without a port `default`, or any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, default if port is None else port), family=family)
@@ -71,24 +64,19 @@ def listening(host: str, port: int | None, *, default: int) -> socket.socket:
 
 
 def new_token() -> str:
-    """What a browser must know to see the page."""
+    """Return what a browser must know to see the page."""
     return secrets.token_urlsafe(24)
 
 
 def address(listener: socket.socket, token: str) -> str:
-    """Where a browser of this machine finds the page."""
+    """Return where a browser of this machine finds the page."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}/?{TOKEN}={token}"
 
 
 def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, token: str) -> None:
-    """Serve until the process is asked to end.
-
-    Args:
-        host: as the user has named it.
-        token: of `new_token`.
-    """
+    """Serve until the process is asked to end; `host` is as the user has named it."""
     config = uvicorn.Config(
         application(runs, host=host, port=listener.getsockname()[1], token=token),
         log_level="warning",
@@ -104,99 +92,69 @@ def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, tok
 
 
 def application(runs: Sequence[WatchedRun], *, host: str, port: int, token: str) -> Starlette:
-    """The page and its answers, as ASGI."""
+    """Return the page and its answers as an ASGI application."""
     answers = Answers(runs)
-    asked = (
-        answers.state,
-        answers.series,
-        answers.events,
-        answers.ranks,
-        answers.rank,
-        answers.timeline,
-        answers.compare,
-    )
-    routes = [
-        Route("/", _file, methods=["GET"]),
-        Route("/web/{name}", _file, methods=["GET"]),
-        Route("/web/vendor/{vendored}", _file, methods=["GET"]),
-        *(Route(f"/api/{answer.__name__}", _answering(answer), methods=["GET"]) for answer in asked),
-    ]
-    return Starlette(
-        routes=routes,
-        middleware=[Middleware(_OfThisMachine, host=host), Middleware(_OfThisUser, port=port, token=token)],
-    )
+    names = ("state", "series", "events", "ranks", "rank", "timeline", "compare")
+    files = [Route(path, _file, methods=["GET"]) for path in ("/", "/web/{name}", "/web/vendor/{vendored}")]
+    routes = [*files, *(Route(f"/api/{name}", _answering(getattr(answers, name)), methods=["GET"]) for name in names)]
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, host=host, port=port, token=token)])
 
 
 def _answering(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
-    # Not async: each runs on a thread, so that one that reads much holds up no other.
+    # Not async: each runs on a thread, so that one that reads much blocks no other.
     def endpoint(request: Request) -> Response:
         try:
-            return _json(answer(request.query_params))
+            found, status = answer(request.query_params), 200
         except BadQuestion as error:
-            return _json({"error": str(error)}, status_code=400)
+            found, status = {"error": str(error)}, 400
         except Exception as error:
-            # Files hold what nobody has thought of. The page says so, and shows what else there is.
-            return _json({"error": f"the files of the run cannot be read ({type(error).__name__})"}, status_code=400)
+            # A file is broken in an unexpected way. The page says so, and shows what else there is.
+            found, status = {"error": f"the files of the run cannot be read ({type(error).__name__})"}, 400
+        return Response(as_json(found), status, headers=HEADERS, media_type="application/json")
 
     return endpoint
-
-
-def _json(value: Any, *, status_code: int = 200) -> Response:
-    return Response(as_json(value), status_code, headers=HEADERS, media_type="application/json")
 
 
 def _file(request: Request) -> Response:
     vendored = request.path_params.get("vendored")
     name = request.path_params.get("name", "page.html")
     directory = WEB if vendored is None else WEB / "vendor"
-    # Only what lies there, by its whole name: nothing of a request is put together into a path.
+    # Only files that are there, by their full names: no part of a request becomes part of a path.
     path = next((each for each in directory.iterdir() if each.name == (vendored or name)), None)
     if path is None or path.suffix not in TYPES:
         return PlainTextResponse("not found\n", status_code=404, headers=HEADERS)
     return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
 
 
-class _OfThisMachine:
-    """Refuses what is asked of another name; see [Note: who may ask]."""
+class _Guard:
+    """Refuse requests to another name than this machine's, or without the token; see [Note: who may ask]."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, host: str, port: int, token: str) -> None:
+        # Cookies belong to a host, and pages of several commands differ by their ports alone.
+        self._app, self._token, self._cookie = app, token, f"meshwright-{port}"
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_of_this_machine(Request(scope).headers.get("host", ""), self._names):
-            told = "This is no name of this machine: use the address that meshwright watch has printed.\n"
-            await PlainTextResponse(told, status_code=421, headers=HEADERS)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-class _OfThisUser:
-    """Refuses who has not the token; see [Note: who may ask]."""
-
-    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
-        # Cookies are of a host, and pages of several commands differ by their ports alone.
-        self._app, self._token, self._cookie = app, token, f"meshwright-{port}"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        if self._is_right(request.query_params.get(TOKEN)) and scope["path"] == "/":
-            # So that the token is not in the address any more, which people copy.
-            answer: Response = RedirectResponse("/", status_code=303, headers=HEADERS)
-            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
-            await answer(scope, receive, send)
-        elif self._is_right(request.cookies.get(self._cookie)):
-            await self._app(scope, receive, send)
-        else:
+        answer: ASGIApp = self._app
+        if not is_of_this_machine(request.headers.get("host", ""), self._names):
+            told = "This is no name of this machine: use the address that meshwright watch has printed.\n"
+            answer = PlainTextResponse(told, status_code=421, headers=HEADERS)
+        elif self._is_right(request.query_params.get(TOKEN)) and scope["path"] == "/":
+            # So that the address, which people copy, has no token any more.
+            answer = redirect = RedirectResponse("/", status_code=303, headers=HEADERS)
+            redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+        elif not self._is_right(request.cookies.get(self._cookie)):
             told = "Open the whole address that meshwright watch has printed, with its token.\n"
-            await PlainTextResponse(told, status_code=403, headers=HEADERS)(scope, receive, send)
+            answer = PlainTextResponse(told, status_code=403, headers=HEADERS)
+        await answer(scope, receive, send)
 
     def _is_right(self, given: str | None) -> bool:
         return given is not None and secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 
 def is_of_this_machine(host: str, names: set[str]) -> bool:
-    """Whether a header Host has an address, or one of some names, with or without a port."""
+    """Whether a header Host is an address, or one of some names, with or without a port."""
     name, _, port = host.rpartition(":")
     if not name or not port.isdigit():
         name = host

@@ -1,6 +1,6 @@
-"""Files of lines that grow while they are read: each whole line is given once, in order.
+"""Files of lines that grow while they are read: each complete line is returned once, in order.
 
-A file may be cut short, written anew or replaced by another (a run that goes on replaces its metrics as a whole): then
+A file may be truncated, written anew or replaced by another (a run that resumes replaces its metrics as a whole): then
 reading begins anew. A line without its end is left for later, since its writer may be within it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 from ..files.parsing import open_regular
 
 LONGEST = 1 << 22
-"""Bytes of a line, if it is to be read at once; longer ones are left out."""
+"""Bytes of a line that is read at once; longer ones are left out."""
 _KNOWN = 64
-"""So many bytes before the place where reading goes on must be as they were; else the file was written anew."""
+"""So many bytes before the offset must be as they were; else the file was written anew."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Part:
     """What was new in a file.
 
     Attributes:
-        is_new: reading has begun anew: what was read before counts no longer.
-        lines: whole ones, without their ends.
+        is_new: reading has begun anew, and what was read before is void.
+        lines: complete ones, without their ends.
         has_more: more can be read at once.
     """
 
@@ -37,15 +38,15 @@ class Part:
 
 
 class Tail:
-    """Reads one file from where it was left.
+    """Read one file from where reading has stopped.
 
     Args:
-        path: the file, which need not be there.
-        window: read no more than so many bytes at the end of the file; None: all of it, from the beginning.
+        path: the file, which need not exist.
+        window: read at most so many bytes at the end of the file; None: all of it.
 
     Attributes:
         offset: bytes that were read.
-        size: bytes of the file when it was looked at.
+        size: bytes of the file when it was last looked at.
     """
 
     def __init__(self, path: Path, *, window: int | None = None) -> None:
@@ -56,12 +57,12 @@ class Tail:
         self._mark: tuple[int, ...] = ()
         self.offset = self.size = 0
         self._is_within = False
-        """Whether reading goes on within a line of which nothing is given."""
+        """Whether reading resumes within a line that is left out."""
 
     def read(self, most: int) -> Part:
-        """What was written since the last time, up to `most` bytes (or one line, if that is longer)."""
+        """Return what was written since the last time, up to `most` bytes (or one line, if that is longer)."""
         try:
-            # Asking is cheaper than opening, for a thousand files of which few have grown.
+            # Of a thousand files few have grown, and stat is cheaper than open.
             if _mark(self.path.stat()) == self._mark:
                 return Part(False, [])
             with open_regular(self.path) as file:
@@ -71,13 +72,15 @@ class Tail:
                 if is_new:
                     self.offset, self._before, self._is_within = 0, b"", False
                 self._file_id = (status.st_dev, status.st_ino)
-                self._is_within |= self._skip()
+                if self._window is not None and self.size - self.offset > self._window:
+                    # Most likely within a line.
+                    self.offset, self._before, self._is_within = self.size - self._window, b"", True
                 file.seek(self.offset)
                 content = file.read(most)
                 while content and b"\n" not in content and len(content) < LONGEST and (rest := file.read(most)):
                     content += rest
         except OSError:
-            # It is not there, or no longer.
+            # It does not exist, or no longer.
             is_new = self._file_id is not None
             self._file_id, self.offset, self.size, self._before, self._mark = None, 0, 0, b"", ()
             return Part(is_new, [])
@@ -90,7 +93,6 @@ class Tail:
         end = end or len(content)
         self.offset += end
         self._before = (self._before + content[:end])[-_KNOWN:]
-        # Of a line that is too long, nothing is given.
         lines = [] if self._is_within else content[: end - 1].split(b"\n")
         return Part(is_new, lines[1:] if skips else lines, len(content) >= most and self.offset < self.size)
 
@@ -102,23 +104,13 @@ class Tail:
         file.seek(self.offset - len(self._before))
         return bool(file.read(len(self._before)) != self._before)
 
-    def _skip(self) -> bool:
-        """Go to the window at the end of the file; whether that is within a line, most likely."""
-        if self._window is None or self.size - self.offset <= self._window:
-            return False
-        self.offset, self._before = self.size - self._window, b""
-        return True
-
 
 def _mark(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def parse_lines(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of lines, and how many lines hold none. What a lost connection or a crash has torn is left out.
-
-    All are parsed at once; one by one only where that fails.
-    """
+    """Return the JSON objects of lines, and how many lines hold none, as after a crash of their writer."""
     lines = [line for line in lines if line.strip()]
     try:
         values = json.loads(b"[" + b",".join(lines) + b"]")
@@ -138,7 +130,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A value as a number; null stands for what is not finite, and what is no number is None."""
+    """Return a value as a number; null stands for what is not finite, and what is no number is None."""
     if value is None:
         return math.nan
     if type(value) in (int, float):
@@ -147,3 +139,17 @@ def number(value: Any) -> float | None:
         except OverflowError:
             return math.inf
     return None
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return (found := number(value)) is not None and math.isfinite(found)
+
+
+def numbered_files(directory: Path, pattern: str, most: int) -> dict[int, Path]:
+    """Return the files of a directory whose names match, by the number in them, up to so many."""
+    try:
+        found = {int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(pattern, path.name))}
+    except OSError:
+        return {}
+    return {number: found[number] for number in sorted(found)[:most]}

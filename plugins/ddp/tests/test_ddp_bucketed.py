@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright import Mesh, MeshSizes, StrategyError, TrainingError, open_world
 from meshwright.testing import Case, Cell, assert_parity, conformance, pool
-from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, train_steps
+from meshwright.tracing.collectives import measure_collectives
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.bucketed import BucketedDataParallel
 from meshwright_ddp.gradient_sync import LEARNED, GradientChecks

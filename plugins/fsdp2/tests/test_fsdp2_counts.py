@@ -1,7 +1,7 @@
 """What fsdp2 communicates in a step, to the byte, against a formula of the model's parameters.
 
 FSDP shards a parameter along its first dim, padded to a multiple of the number of shards; [Note: bytes of a collective]
-in `meshwright.testing.collectives` counts the padding.
+in `meshwright.tracing.collectives` counts the padding.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.training import training_step
 from torch import nn
 
 from meshwright import open_world
 from meshwright.testing import Case, pool
-from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, train_steps, training_step
+from meshwright.testing.parity import build_manager, train_steps
+from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_fsdp2.sharding import HalfMessages
 
 slow = pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import Counting
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -20,7 +21,6 @@ from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.case import global_batch, share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.observe import Counting
 from meshwright.testing.parity import reference
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import Held, Memory, measure_memory
 from support.steps import built, gradient_step
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
 from meshwright.optim.build import optimizer_factory
 from meshwright.testing import Case, pool
-from meshwright.testing.memory import Held, Memory, measure_memory
 from meshwright.testing.models import tiny_model
 
 BLOCKS = 6

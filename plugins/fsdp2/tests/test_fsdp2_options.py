@@ -20,8 +20,8 @@ from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, train_case, train_steps
+from meshwright.tracing.observe import Observer
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 
 slow = pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.steps import built, refusal
+from support.training import training_step, unshard_between_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -16,15 +17,9 @@ from meshwright import OptimizerConfig, StrategyError, count_tokens
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
-from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import (
-    build_manager,
-    difference,
-    train_case,
-    training_step,
-    unshard_between_steps,
-)
+from meshwright.testing.parity import build_manager, difference, train_case
+from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, fsdp2_strategy_parallelize
 
 slow = pytest.mark.slow

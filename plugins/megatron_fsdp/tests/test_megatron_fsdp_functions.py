@@ -17,8 +17,8 @@ from meshwright.base.errors import NotFiniteError
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import pool
-from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model, tiny_model
+from meshwright.tracing.collectives import measure_collectives
 from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
 slow = pytest.mark.slow

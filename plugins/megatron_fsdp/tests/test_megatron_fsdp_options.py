@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import Counting
 from support.steps import built, gradient_step, refusal
 
 from meshwright import TrainingError
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
-from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.tracing.collectives import measure_collectives
 
 slow = pytest.mark.slow
 HSDP = {"dp_replicate_size": 2}

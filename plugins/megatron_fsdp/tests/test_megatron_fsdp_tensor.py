@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 from support.steps import built, refusal
+from support.training import training_step, unshard_between_steps
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput
 
 from meshwright import OptimizerConfig
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.cells import Cell
-from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, train_steps, training_step, unshard_between_steps
+from meshwright.testing.parity import build_manager, train_steps
+from meshwright.tracing.collectives import measure_collectives
 
 TP2 = {"tp_size": 2}
 WHOLE = Replicate()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import measure_memory
+from support.training import training_step
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -37,18 +39,9 @@ from meshwright.step.tokens import Outputs, Tokens
 from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
-from meshwright.testing.collectives import Traffic, measure_collectives
-from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import ROUTED_VOCAB, TINY, RoutedModel, case_model, tiny_model
-from meshwright.testing.parity import (
-    build_manager,
-    difference,
-    full_weights,
-    reference,
-    train_part,
-    train_steps,
-    training_step,
-)
+from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_part, train_steps
+from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
 from meshwright_pipeline.cut.trial_runs import Study
 from meshwright_pipeline.run.users_loss import LossOfLogits, objective_of

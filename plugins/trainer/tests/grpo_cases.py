@@ -17,12 +17,11 @@ import trl
 import trl.trainer.grpo_trainer as of_trl
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from support.measures import measure_memory
 from torch import nn
 from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer.utils import FusedCausalLMOutput
-
-from meshwright.testing.memory import measure_memory
 
 STEPS, ROWS = 4, 4
 WORDS = {"suppress_tokens": list(range(12, 131))}

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ...mesh.world import World, same_timeout
 from ...tensors.ops import all_gather_single, moments_of, reduce_scatter_single
-from ...testing.meter import Meter
-from ...testing.observe import Observer
+from ...tracing.observe import Meter, Observer
 from ..kernels import VIEW_COST, is_kernel
 from ..trace import Operation, touched
 from .fit import Sample

@@ -11,14 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-HIDDEN = 64
-LAYERS = 4
-HEADS = 4
-KV_HEADS = 2
-HEAD_DIM = HIDDEN // HEADS
-VOCAB = 160
-POSITIONS = 64
-WINDOW = 8
+from transformers import PreTrainedConfig
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 4, 2, 16
+VOCAB, POSITIONS, WINDOW = 160, 64, 8
 
 Table = tuple[tuple[str, int], ...]
 
@@ -54,13 +50,8 @@ AT_MOST: Table = (
 )
 # Fields that some types need but leave without a value.
 NEEDED = {
-    "head_dim",
-    "num_key_value_heads",
-    "num_experts_per_tok",
-    "n_group",
-    "topk_group",
-    "n_routed_experts",
-    "n_shared_experts",
+    *("head_dim", "num_key_value_heads", "num_experts_per_tok"),
+    *("n_group", "topk_group", "n_routed_experts", "n_shared_experts"),
 }
 # Fields that say what the model is for.
 PURPOSE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False, "causal": True}
@@ -70,11 +61,10 @@ TOKEN_ID = re.compile(r"(bos|eos|pad|sep|cls|mask|decoder_start)_token_id")
 
 
 def tiny_config(config_cls: Any, given: Mapping[str, Any]) -> Any:
-    """An instance of `config_cls` with tiny sizes.
+    """Return an instance of a configuration class of transformers with tiny sizes.
 
     Args:
-        config_cls: a configuration class of transformers.
-        given: values of fields that go before the rules; a mapping for the fields of a nested configuration.
+        given: values of fields that take precedence over the rules; a mapping for a nested configuration.
     """
     values = _tiny_values(config_cls, given)
     config = config_cls(**values)
@@ -90,7 +80,7 @@ def tiny_config(config_cls: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that differ from the default."""
+    """Return the fields that differ from the default."""
     renamed = config_cls.attribute_map
     # Not by getattr, which refuses sizes that vary from layer to layer.
     old = vars(config_cls())
@@ -99,7 +89,7 @@ def _tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     fields = inspect.signature(config_cls).parameters
     for name in fields:
         value = old.get(renamed.get(name, name))
-        if _is_nested(value):
+        if isinstance(value, PreTrainedConfig):
             values[name] = tiny_config(type(value), given.get(name) or {})
         elif value is None and name in NEEDED and renamed.get(name, name) in old:
             values[name] = _size(name, EXACT + AT_MOST)
@@ -107,18 +97,12 @@ def _tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = _tiny_value(name, value, heads)
     lists = {name: old[name] for name in fields if isinstance(old.get(name), (list, tuple))}
     values |= _tiny_lists(lists, old.get(renamed.get("num_hidden_layers", "num_hidden_layers")))
-    values |= {name: value for name, value in given.items() if name not in old or not _is_nested(old[name])}
+    values |= {name: value for name, value in given.items() if not isinstance(old.get(name), PreTrainedConfig)}
     return {name: value for name, value in values.items() if name not in old or value is not old[name]}
 
 
-def _is_nested(value: Any) -> bool:
-    from transformers import PreTrainedConfig
-
-    return isinstance(value, PreTrainedConfig)
-
-
 def _tiny_value(name: str, value: Any, heads: int | None = None) -> Any:
-    """The value of a field by its name and its default, and the default number of heads."""
+    """Return the value of a field by its name, its default, and the default number of heads."""
     if name in PURPOSE:
         return PURPOSE[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):

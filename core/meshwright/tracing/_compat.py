@@ -1,7 +1,4 @@
-"""The only place in the testing kit that touches private or version-dependent names of torch.
-
-tests/contract/test_compat.py holds a canary for each.
-"""
+"""Private names of torch that tracing uses; tests/contract/test_compat.py has a canary for each."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch.distributed.tensor import _redistribute
 
 
 def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of the operation's schema; those left out are missing.
+    """Return the arguments of a call by the names of the operation's schema, without those left out.
 
     Private because torch has no public call for an operation's schema.
     """
@@ -30,10 +27,7 @@ def _names(operation: Any) -> tuple[str, ...]:
 
 
 def process_group(value: Any) -> dist.ProcessGroup:
-    """The group of a collective from what its operation carries: the group's name, or the group in TorchScript's box.
-
-    Private because collectives below the Python functions name their group in these two ways only.
-    """
+    """Return the group of a collective from what its operation carries: a name, or a group in TorchScript's box."""
     if isinstance(value, dist.ProcessGroup):
         return value
     return _resolve_process_group(value) if isinstance(value, str) else dist.ProcessGroup.unbox(value)
@@ -51,11 +45,11 @@ _UNWRAP: dict[type, bool] = {}
 
 
 _FROZEN: list[Any] = []
-"""Caches that `gc.get_objects` no longer tells of."""
+"""Caches that `gc.get_objects` no longer returns."""
 
 
 def freeze() -> None:
-    """Have the garbage collector leave out what exists by now, as `gc.freeze`; `forget_meshes` still finds it."""
+    """Exclude what exists by now from garbage collection, as `gc.freeze`; `forget_meshes` still finds its caches."""
     _FROZEN.extend(_caches())
     gc.freeze()
 
@@ -63,8 +57,8 @@ def freeze() -> None:
 def forget_meshes() -> None:
     """Empty the caches in which torch keeps the layouts of DTensors, and with them meshes whose groups are gone.
 
-    Each gloo group has threads of its own, and they go on polling. Private because torch, which expects one mesh in the
-    life of a process, has no public call for it.
+    Each gloo group has threads of its own that keep polling. Private because torch, which expects one mesh in the life
+    of a process, has no public call for it.
     """
     for cache in (*_FROZEN, *_caches()):
         cache.cache_clear()
@@ -78,6 +72,6 @@ def forget_meshes() -> None:
 
 
 def _caches() -> list[Any]:
-    """Of functions in torch.distributed, where the garbage collector looks."""
+    """The caches of functions in torch.distributed."""
     wrappers = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
     return [each for each in wrappers if (each.__module__ or "").startswith("torch.distributed.")]

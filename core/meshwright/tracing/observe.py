@@ -1,14 +1,17 @@
-"""Know at each operation how much memory the tensors of this rank hold, at a cost that does not grow with their number.
+"""Observe every operation of a piece of code, and the memory that its tensors hold.
 
-Storages are counted, each once and by its present size, whichever tensors look at it. One is known when an operation
-first takes or gives a tensor over it; it tells of its end by a weak reference, and of its being resized by its class:
-as long as the meter runs, it is one of `_Watched`. So nothing of torch is replaced, and nothing is summed up again.
+[Note: watched storages] Storages are counted, each once and by its present size, whichever tensors view it. It is
+known once an operation takes or returns a tensor over it. A weak reference reports its end, and while the meter runs
+its class is `_Watched`, which reports a resize. So nothing of torch is replaced, and the cost of an operation does not
+grow with the number of tensors.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +20,56 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._compat.planning import is_asking_for_shapes
+from .._compat.torch import TorchDispatchMode
 from ..tensors.ops import is_on_meta, tensors_in
 from ._compat import unwraps_itself
-from .observe import Observer
+
+
+@functools.cache
+def name_of(operation: Any) -> str:
+    """Return an operation's name, such as "aten.mm.default"."""
+    return str(operation)
+
+
+class Observer(TorchDispatchMode):
+    """Context manager that sees each operation on plain tensors, those of autograd's backward included.
+
+    DTensors and the like count by what they run on the tensors inside.
+    """
+
+    @abstractmethod
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Called after each operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.dispatched(func, types, args, kwargs)
+
+    def dispatched(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """Run an operation, observe it, and return its result."""
+        if any(map(unwraps_itself, types)):
+            # torch asks the mode again for each operation on the tensors inside.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        # Neither attributes of tensors without memory nor what is only asked for shapes.
+        if func.namespace != "prim" and not is_asking_for_shapes():
+            self.observe(func, args, kwargs or {}, result)
+        return result
 
 
 class _Watched(torch.UntypedStorage):
-    """A storage that tells when it is resized, which is no operation that a dispatch mode sees."""
+    """A storage that reports when it is resized, which no dispatch mode sees."""
 
     watchers: list[Callable[[torch.UntypedStorage], None]]
 
     def resize_(self, size: int) -> torch.UntypedStorage:
         super().resize_(size)
-        for tell in self.watchers:
-            tell(self)
+        for watcher in self.watchers:
+            watcher(self)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
@@ -49,9 +88,8 @@ class Block:
     """The memory of one storage.
 
     Attributes:
-        number: in the order in which the meter has come to know them.
-        size: bytes, now.
-        reference: tells of its end.
+        number: in the order in which the meter has seen them.
+        size: present bytes.
     """
 
     number: int
@@ -60,14 +98,14 @@ class Block:
 
 
 class Meter(Observer):
-    """What all known storages hold.
+    """Bytes of all known storages; see [Note: watched storages].
 
     Args:
-        round_to: sizes count as multiples of so many bytes, as allocators give them.
+        round_to: count sizes as multiples of so many bytes, as allocators return them.
 
     Attributes:
-        total: bytes, now.
-        live: what is held, by the identity of the storage, which is kept as long as that lives.
+        total: present bytes.
+        live: blocks by the identity of their storage.
     """
 
     def __init__(self, *, round_to: int = 1) -> None:
@@ -77,9 +115,11 @@ class Meter(Observer):
         self._round_to, self._known, self._is_running = round_to, 0, False
 
     def see(self, tensors: Iterable[Tensor]) -> None:
-        """Take up the storages of tensors, where they are new, and their sizes."""
+        """Count the storages of tensors from now on, by their present sizes."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided or is_on_meta(tensor) or _is_empty_wrapper(tensor):
+            # A wrapper other than a DTensor has no memory besides that of the tensors inside.
+            is_wrapper = unwraps_itself(type(tensor)) and not isinstance(tensor, DTensor)
+            if tensor.layout is not torch.strided or is_on_meta(tensor) or is_wrapper:
                 continue
             storage = storage_of(tensor)
             block = self.live.get(id(storage))
@@ -91,7 +131,7 @@ class Meter(Observer):
                     self._watch(storage)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        # Views are of memory that is seen already.
+        # The memory of a view has been seen.
         self.see(tensors_in((args, kwargs) if operation.is_view else (args, kwargs, result)))
 
     def changed(self, block: Block, change: int) -> None:
@@ -127,8 +167,6 @@ class Meter(Observer):
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._round_to) * self._round_to
 
-    # -- only while it runs
-
     def __enter__(self) -> Any:
         self._is_running = True
         for storage in self._storages():
@@ -157,13 +195,8 @@ class Meter(Observer):
         return [storage for storage in found if storage is not None]
 
 
-def _is_empty_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory beside that of the tensors inside, though its storage tells a size."""
-    return unwraps_itself(type(tensor)) and not isinstance(tensor, DTensor)
-
-
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Of the tensor, or of this rank's part of a DTensor."""
+    """Return the storage of a tensor, or of this rank's part of a DTensor."""
     if isinstance(tensor, DTensor):
         # Without gradients, the local part is the tensor itself, not a view that autograd follows.
         with torch.no_grad():

@@ -1,9 +1,8 @@
-"""Count and measure the collectives of a piece of code, for tests of how much a strategy communicates.
+"""Count and measure the collectives of a piece of code.
 
-[Note: bytes of a collective] The bytes of a call are always those of the whole tensor: what an all-gather yields, what
-a reduce-scatter takes, what an all-reduce or broadcast passes, padding included. It does not matter which of torch's
-operations carries it. What a rank then sends depends on the backend's algorithm; a ring sends (n - 1) / n of it for an
-all-gather or reduce-scatter, and twice that for an all-reduce.
+[Note: bytes of a collective] The bytes of a call are those of the full tensor, padding included: what an all-gather
+returns, what a reduce-scatter takes, what an all-reduce or broadcast passes. How many of them a rank sends depends on
+the backend; a ring sends (n - 1) / n for an all-gather or reduce-scatter, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from .observe import Observer
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 def count_collectives(work: Callable[[], object]) -> Counter[str]:
@@ -33,24 +33,13 @@ def count_collectives(work: Callable[[], object]) -> Counter[str]:
     """
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
-    counts: Counter[str] = Counter()
-    for event in recorded.events() or []:
-        if event.name.startswith("c10d::"):
-            counts[_kind(event.name.removeprefix("c10d::"))] += 1
-    return counts
+    names = [event.name for event in recorded.events() or []]
+    return Counter(_kind(name.removeprefix("c10d::")) for name in names if name.startswith("c10d::"))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on this rank.
-
-    Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, or torch's own name for others.
-        group: the name that was given for its process group, or torch's description of it, such as "mesh_dp_shard".
-        ranks: size of the group.
-        dtype: of what is passed.
-        bytes: see [Note: bytes of a collective].
-    """
+    """One call on this rank: of `KINDS`, or by torch's own name, in a named group or one such as "mesh_dp_shard"."""
 
     kind: str
     group: str
@@ -66,7 +55,7 @@ class Traffic:
     calls: tuple[Collective, ...]
 
     def of(self, kind: str | None = None, group: str | None = None) -> Traffic:
-        """The calls of one kind, of one group, or of both."""
+        """Return the calls of one kind, of one group, or of both."""
         return Traffic(tuple(each for each in self.calls if kind in (None, each.kind) and group in (None, each.group)))
 
     @property
@@ -80,24 +69,21 @@ class Traffic:
         return iter(self.calls)
 
     def __str__(self) -> str:
-        rows: dict[tuple[str, str, str], list[int]] = {}
+        calls, sizes = Counter[str](), Counter[str]()
         for each in self.calls:
-            row = rows.setdefault((each.kind, f"{each.group} ({each.ranks} ranks)", str(each.dtype)), [0, 0])
-            row[0] += 1
-            row[1] += each.bytes
-        return "\n".join(f"{', '.join(key)}: {calls} calls, {size} bytes" for key, (calls, size) in rows.items())
+            row = f"{each.kind}, {each.group} ({each.ranks} ranks), {each.dtype}"
+            calls[row] += 1
+            sizes[row] += each.bytes
+        return "\n".join(f"{row}: {count} calls, {sizes[row]} bytes" for row, count in calls.items())
 
 
 def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.ProcessGroup] | None = None) -> Traffic:
-    """Run `work` and note each of this rank's collectives: torch.distributed's own, DTensor's, FSDP's and DDP's.
+    """Run `work` and record each of this rank's collectives: torch.distributed's own, DTensor's, FSDP's and DDP's.
 
-    Backward belongs to `work`: on a CPU it runs in the calling thread, and autograd's threads for other devices take
-    over its modes. Not seen: other threads that `work` starts, symmetric memory (async tensor parallelism), and what
-    torch compiles before it is here; code that is first called here runs uncompiled.
-
-    Args:
-        groups: names for process groups, such as {"tp": mesh.group("tp")}; where several are one group, the first
-            name holds.
+    Backward belongs to `work`: on a CPU it runs in the calling thread, and autograd's threads for other devices inherit
+    its modes. Not seen: other threads that `work` starts, symmetric memory (async tensor parallelism), and what torch
+    has compiled before; code that is first called here runs uncompiled. Names for process groups may be given, such as
+    {"tp": mesh.group("tp")}; of several names for one group the first counts.
     """
     mode = Recorder(groups or {})
     with mode:
@@ -106,15 +92,7 @@ def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.Pr
 
 
 class Recorder(Observer):
-    """Notes each collective; see `measure_collectives`.
-
-    Args:
-        groups: names for process groups.
-        tags: of messages between two ranks that are left out.
-
-    Attributes:
-        calls: in their order.
-    """
+    """Record each collective in `calls`, but no messages between two ranks of some tags; see `measure_collectives`."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, tags: Collection[int] = ()) -> None:
         super().__init__()
@@ -123,12 +101,10 @@ class Recorder(Observer):
         self._names = {group.group_name: name for name, group in reversed(list(groups.items()))}
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if operation.namespace in NAMESPACES:
-            name = operation.overloadpacket.__name__
-            if name.strip("_") not in NOT_COLLECTIVES:
-                self._note(name, bound_arguments(operation, args, kwargs), result)
-
-    def _note(self, name: str, arguments: Mapping[str, Any], result: Any) -> None:
+        name = operation.overloadpacket.__name__
+        if operation.namespace not in NAMESPACES or name.strip("_") in NOT_COLLECTIVES:
+            return
+        arguments = bound_arguments(operation, args, kwargs)
         if arguments.get("tag") in self._left_out:
             return
         group = process_group(arguments.get("process_group", arguments.get("group_name")))
@@ -136,10 +112,8 @@ class Recorder(Observer):
         sizes = [sum(t.numel() * t.element_size() for t in side) for side in sides if side]
         dtypes = [t.dtype for side in sides for t in side]
         kind = _kind(name)
-        size = max(sizes, default=0)
-        if kind in ("gather", "scatter"):
-            # Only the root holds the whole; all ranks hold a part.
-            size = min(sizes) * group.size()
+        # Only the root of a gather or scatter holds the full tensor; all ranks hold a part.
+        size = min(sizes) * group.size() if kind in ("gather", "scatter") else max(sizes, default=0)
         named = self._names.get(group.group_name, group.group_desc)
         self.calls.append(Collective(kind, named, group.size(), dtypes[0], size))
 
@@ -148,5 +122,4 @@ def _kind(name: str) -> str:
     plain = name.strip("_").removeprefix("shard_dim_")
     for run_together in ("all_gather", "all_reduce", "all_to_all"):
         plain = plain.replace(run_together.replace("_", ""), run_together)
-    known = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-    return next((kind for kind in known if plain.startswith(kind)), plain)
+    return next((kind for kind in KINDS if plain.startswith(kind)), plain)

@@ -1,4 +1,4 @@
-"""A replay, and what two runs differ in, as text for people; no torch here."""
+"""Render a replay, and what two runs differ in, as text; without torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ..files.terminal import plain, styled
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from .diff import Diff, Step
-    from .parted import Parted
+    from .diff import Diff, Parted, Step
     from .start import Replayed, Value
     from .tensors import Differences
 
@@ -27,27 +26,21 @@ _EXPECTED = {
 
 
 def shown(replayed: Replayed) -> Group:
-    """The numbers of a step beside those that were written, and what follows from them."""
-    return Group(*_headline(replayed), _numbers(replayed), *map(styled, _verdict(replayed)))
-
-
-def _headline(replayed: Replayed) -> Iterator[RenderableType]:
+    """Render the numbers of a step next to those that were written, and what follows from them."""
     done, checkpoint = replayed.beginning
     begun = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
     steps = replayed.step - done
-    yield styled(
+    headline = styled(
         f"[bold]replay[/bold] of {plain(replayed.run)}, step {replayed.step}: {plain(replayed.strategy)} on "
         f"{replayed.mesh}, {plain(begun)} ({steps} step{'s' if steps > 1 else ''})"
     )
-
-
-def _numbers(replayed: Replayed) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "metrics.jsonl", "replayed", ""):
         table.add_column(name, no_wrap=True)
     for each in replayed.values:
-        table.add_row(each.name.replace("_", " "), number(each.written), number(each.replayed), _apart(each))
-    return table
+        table.add_row(each.name.replace("_", " "), _number(each.written), _number(each.replayed), _apart(each))
+    parts: list[RenderableType] = [headline, table, *map(styled, (*_verdict(replayed), *_shares(replayed)))]
+    return Group(*parts)
 
 
 def _apart(value: Value) -> str | Text:
@@ -58,7 +51,7 @@ def _apart(value: Value) -> str | Text:
     return f"{abs(value.written - value.replayed):.3g} apart, relatively {value.apart:.2g}"
 
 
-def number(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "-" if value is None else repr(value)
 
 
@@ -77,7 +70,6 @@ def _verdict(replayed: Replayed) -> Iterator[str]:
         )
     if replayed.note:
         yield plain(replayed.note)
-    yield from _shares(replayed)
 
 
 def _shares(replayed: Replayed) -> Iterator[str]:
@@ -108,60 +100,55 @@ def _shares(replayed: Replayed) -> Iterator[str]:
         )
 
 
-def relatively(value: float) -> str:
+def _relatively(value: float) -> str:
     return f"{value:.2g}" if math.isfinite(value) else "without bound"
 
 
-# -- two runs
-
-
 def compared(found: Diff) -> Group:
-    """Where two runs part, and what is known of why."""
-    lines = [*_settings(found), *_course(found), *_step(found)]
-    return Group(*map(styled, lines))
-
-
-def _settings(found: Diff) -> Iterator[str]:
-    yield f"[bold]diff[/bold] of {plain(found.runs[0])} and {plain(found.runs[1])}"
+    """Render where two runs differ, and what is known of why."""
+    lines = [f"[bold]diff[/bold] of {plain(found.runs[0])} and {plain(found.runs[1])}"]
     for what, settings in (("by which numbers follow", found.settings), ("of the layout", found.layout)):
         for name, one, other in settings:
-            yield f"run files differ in what is {what}: {plain(name)} is {plain(one)} against {plain(other)}"
+            told = f"{plain(name)} is {plain(one)} against {plain(other)}"
+            lines.append(f"run files differ in what is {what}: {told}")
+    return Group(*map(styled, (*lines, *_course(found), *_step(found))))
 
 
 def _course(found: Diff) -> Iterator[str]:
     first, last = found.course.steps
     parted = found.parted
-    largest = {name: found.course.largest.get(name, 0.0) for name in ("loss", "grad_norm")}
     if parted is None:
-        apart = "bit for bit" if not any(largest.values()) else f"to {relatively(max(largest.values()))}, relatively"
+        largest = max(found.course.largest.get(name, 0.0) for name in ("loss", "grad_norm"))
+        apart = f"to {_relatively(largest)}, relatively" if largest else "bit for bit"
         yield f"[bold]They agree[/bold] in steps {first} to {last}: losses and norms {apart}."
         return
-    yield f"[bold]{_name(parted)} part{'' if _name(parted).endswith('s') else 's'} at step {parted.step}[/bold]: " + (
-        f"{number(parted.one)} against {number(parted.other)}{_meaning(parted.name)}"
+    name, is_rate = _name(parted), parted.name.startswith("learning_rate")
+    meaning = ": the schedule or its resume differs" if is_rate else ""
+    if parted.name == "num_tokens":
+        meaning = ": the data, or how they are laid out, differ"
+    yield f"[bold]{name} part{'' if name.endswith('s') else 's'} at step {parted.step}[/bold]: " + (
+        f"{_number(parted.one)} against {_number(parted.other)}{meaning}"
     )
-    yield from _way(found)
+    if not meaning:
+        yield _way(parted)
     for directory, step in zip(found.runs, found.resumed, strict=True):
         if step is not None:
             yield f"{plain(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
     for other in found.course.parted[1:]:
-        yield f"then {_name(other).lower()} at step {other.step}: {number(other.one)} against {number(other.other)}"
+        yield f"then {_name(other).lower()} at step {other.step}: {_number(other.one)} against {_number(other.other)}"
 
 
-def _way(found: Diff) -> Iterator[str]:
-    parted = found.parted
-    if parted is None or parted.name == "num_tokens" or parted.name.startswith("learning_rate"):
-        return
+def _way(parted: Parted) -> str:
     if parted.is_jump:
-        yield (
-            f"It is a jump: {relatively(parted.apart)} apart, relatively, and {relatively(parted.before)} at most "
+        return (
+            f"It is a jump: {_relatively(parted.apart)} apart, relatively, and {_relatively(parted.before)} at most "
             f"before. Rounding does not do that."
         )
-    else:
-        yield (
-            f"It is rounding that has grown: apart since step {parted.first}, by {relatively(parted.before)} at most "
-            f"before step {parted.step}. Where training is at the edge of stability, that is no error. To know, "
-            f"compare in float64: --float64."
-        )
+    return (
+        f"It is rounding that has grown: apart since step {parted.first}, by {_relatively(parted.before)} at most "
+        f"before step {parted.step}. Where training is at the edge of stability, that is no error. To know, "
+        f"compare in float64: --float64."
+    )
 
 
 def _name(parted: Parted) -> str:
@@ -169,12 +156,6 @@ def _name(parted: Parted) -> str:
     if parted.name.startswith("learning_rate"):
         return f"Learning rates{plain(parted.name.removeprefix('learning_rate'))}"
     return names.get(parted.name, f"The {plain(parted.name)}")
-
-
-def _meaning(name: str) -> str:
-    if name.startswith("learning_rate"):
-        return ": the schedule or its resume differs"
-    return ": the data, or how they are laid out, differ" if name == "num_tokens" else ""
 
 
 def _step(found: Diff) -> Iterator[str]:
@@ -190,12 +171,10 @@ def _step(found: Diff) -> Iterator[str]:
     rows = "the same" if step.same_rows else "[bold]differ[/bold]: the data, or their order"
     yield f"  rows of the step        {rows}"
     yield f"  parameters before it    {_tensors(step.before)}"
-    if step.outputs is None:
-        yield f"  outputs of modules      not compared: {plain(step.reason)}"
-    else:
-        yield f"  outputs of modules      {_tensors(step.outputs)}"
+    outputs = f"not compared: {plain(step.reason)}" if step.outputs is None else _tensors(step.outputs)
+    yield f"  outputs of modules      {outputs}"
     for name, (one, other) in step.values.items():
-        apart = "the same" if one == other else f"{number(one)} against {number(other)}"
+        apart = "the same" if one == other else f"{_number(one)} against {_number(other)}"
         yield f"  {name.replace('_', ' '):<23} {apart}"
     yield f"  gradients, not clipped  {_tensors(step.gradients)}"
     yield f"  parameters behind it    {_tensors(step.after)}"
@@ -203,13 +182,12 @@ def _step(found: Diff) -> Iterator[str]:
 
 
 def _tensors(found: Differences) -> str:
-    if found.first is None:
-        most = found.largest.relative if found.largest is not None else 0.0
-        return f"the same in all {found.count}, " + (f"to {relatively(most)}" if most else "bit for bit")
-    first = found.first
-    told = first.why or f"relatively {relatively(first.relative)}, absolutely {relatively(first.absolute)}"
-    furthest = found.largest
-    more = f"; furthest apart is {plain(furthest.name)}, by {relatively(furthest.relative)}" if furthest else ""
+    first, furthest = found.first, found.largest
+    if first is None:
+        most = furthest.relative if furthest is not None else 0.0
+        return f"the same in all {found.count}, " + (f"to {_relatively(most)}" if most else "bit for bit")
+    told = first.why or f"relatively {_relatively(first.relative)}, absolutely {_relatively(first.absolute)}"
+    more = f"; furthest apart is {plain(furthest.name)}, by {_relatively(furthest.relative)}" if furthest else ""
     return f"[bold]{found.beyond} of {found.count} differ, first {plain(first.name)}[/bold]: {plain(told)}{more}"
 
 

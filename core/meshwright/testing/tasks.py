@@ -1,0 +1,292 @@
+"""Tasks of one rank for cells of the conformance suite: norms by block, an objective, a run in parts, bad input.
+
+Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from ..base.errors import MeshwrightError
+from ..base.types import IGNORED_LABEL, Batch
+from ..checkpoint import load_checkpoint, save_checkpoint
+from ..optim.config import ScheduleConfig
+from ..optim.schedules import build_scheduler
+from ..step.agreement import count_tokens
+from ..step.tokens import Tokens
+from ..strategy.contract import StrategyManager
+from ..train.loop.options import Loop
+from ..train.loop.step import groups_stepped, train_step
+from .case import Case, Outcome, share, shares_of
+from .models import case_vocab
+from .parity import Config, build_manager, build_with_optimizer, full_weights, train_steps
+from .pool import pool
+
+# -- norms of gradients by block
+
+
+@dataclass(frozen=True)
+class FoundNorms:
+    """What a rank saw of its training, and what `gradient_norms` returned in each step."""
+
+    outcome: Outcome
+    by_block: list[dict[str, float]]
+
+    def apart(self, expected: FoundNorms) -> float:
+        """Return the largest relative difference of norms; inf where blocks have other names or another order."""
+        pairs = list(zip(self.by_block, expected.by_block, strict=True))
+        if any(list(mine) != list(theirs) for mine, theirs in pairs):
+            return math.inf
+        return max(_relative(mine[name] - norm, norm) for mine, theirs in pairs for name, norm in theirs.items())
+
+    def apart_from_total(self) -> float:
+        """Return the largest relative difference of the root of the sum of squares from the total norm of a step."""
+        steps = zip(self.by_block, self.outcome.norms, strict=True)
+        return max(_relative(math.hypot(*norms.values()) - total, total) for norms, total in steps)
+
+
+def _relative(difference: float, of: float) -> float:
+    return abs(difference) / of if of else abs(difference)
+
+
+def train_by_block(
+    strategy: str,
+    config: Config,
+    sizes: Config,
+    case: Case,
+    device: str = "cpu",
+    wrapper_config: Config | None = None,
+    asks: bool = True,
+) -> FoundNorms:
+    """Train and ask for norms by block in each step, if `asks`.
+
+    Raises:
+        AssertionError: asking has changed gradients.
+    """
+    manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
+    by_block: list[dict[str, float]] = []
+
+    def ask() -> None:
+        before = _gradients(manager)
+        by_block.append(manager.gradient_norms())
+        for one, other in zip(before, _gradients(manager), strict=True):
+            if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
+                raise AssertionError("gradient_norms has changed gradients that the optimizer steps with.")
+
+    found = train_steps(manager, case, range(case.steps), ask if asks else lambda: None)
+    return FoundNorms(Outcome(*found, full_weights(manager)), by_block)
+
+
+def _gradients(manager: StrategyManager) -> list[Tensor | None]:
+    """Copies of the gradients that the optimizer would step with."""
+    trained = [parameter for group in manager.optimizer.param_groups for parameter in group["params"]]
+    local = [each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad for each in trained]
+    return [None if gradient is None else gradient.clone() for gradient in local]
+
+
+@functools.lru_cache(maxsize=64)
+def norms_reference(case: Case, device: str = "cpu") -> FoundNorms:
+    """Return norms of the case under `single`, on one rank, each step in one microbatch."""
+    return pool(1).run(train_by_block, "single", {}, {}, case.undivided(), device, device=device)[0]
+
+
+# -- an objective with weights, sums over sequences, and log-probabilities of other ids
+
+
+@dataclass(frozen=True)
+class FoundObjective:
+    """What a rank saw of an objective.
+
+    Attributes:
+        outcome: further sums are among the losses.
+        first: index of this rank's first sequence in the global batch.
+        log_probs: of the last step's labels, (sequences, S), as `token_stats` returns them after the step.
+    """
+
+    outcome: Outcome
+    first: int
+    log_probs: Tensor
+
+    def apart(self, expected: FoundObjective) -> float:
+        """Return the largest difference of log-probabilities from those of one rank that has all sequences."""
+        whole = expected.log_probs[self.first : self.first + len(self.log_probs)]
+        return float((self.log_probs - whole).abs().max())
+
+
+def preference(tokens: Tokens, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted tokens, sequences by a sign and a strength, and less of some other ids."""
+    wholes_B = tokens.sequence_sum(tokens.log_probs)
+    sequences_B = F.softplus(wholes_B * batch["signs"]) * tokens.mask.any(1)
+    others_BSK = tokens.log_probs_of(batch["ids"]).exp() * (batch["ids"] != IGNORED_LABEL)
+    others = (others_BSK.sum(-1) * tokens.mask).sum()
+    value = -(tokens.log_probs * batch["weights"]).sum() + sequences_B.sum() + 10.0 * others
+    return value, {"correct": tokens.is_top1.sum(), "others": others, "rows": tokens.mask.any(1).sum()}
+
+
+def with_columns(batch: Batch, entries: int) -> Batch:
+    """Return a microbatch with the columns of `preference`, made of its ids; the vocabulary has so many entries."""
+    ids_BS = batch["input_ids"]
+    wave_BS = ids_BS.double() + torch.arange(ids_BS.shape[1])
+    others_BS = (ids_BS * 7 + 3) % entries
+    return {
+        **batch,
+        "weights": (wave_BS * 0.37).cos(),
+        "signs": (wave_BS[:, 0] * 0.3).sin() * 0.1,
+        "ids": torch.stack([others_BS, (others_BS + 1) % entries, others_BS.where(ids_BS % 2 == 0, IGNORED_LABEL)], -1),
+    }
+
+
+def train_objective(strategy: str, config: Config, sizes: Config, case: Case, device: str = "cpu") -> FoundObjective:
+    """Train and evaluate with `preference`, and compute token statistics after the last step."""
+    manager = build_manager(strategy, config, sizes, case, device=device)
+    mesh, entries = manager.mesh, case_vocab(case.model_type)
+    losses, norms, evaluated = [], [], []
+
+    def seen(loss: Tensor) -> list[float]:
+        return [float(loss), *(float(each) for _, each in sorted(manager.last_sums.items()))]
+
+    for step in range(case.steps):
+        plain = share(case, step, mesh.data_rank, mesh.data_size)
+        batches = [with_columns(batch, entries) for batch in plain]
+        count = manager.announce(batches, objective=preference)
+        losses += seen(manager.forward_backward(batches, num_tokens=count, objective=preference))
+        norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
+        manager.optimizer_step()
+        evaluated += seen(manager.eval_loss(batches, num_tokens=torch.tensor(int(count)), objective=preference))
+    log_probs = torch.cat([each["log_probs"].cpu() for each in manager.token_stats(plain, ["log_probs"])])
+    first = sum(shares_of(case, mesh.data_size)[: mesh.data_rank])
+    return FoundObjective(Outcome(losses, norms, evaluated, full_weights(manager)), first, log_probs)
+
+
+@functools.lru_cache(maxsize=64)
+def objective_reference(case: Case, device: str = "cpu") -> FoundObjective:
+    """Return the case under `single`, on one rank, each step in one microbatch."""
+    return pool(1).run(train_objective, "single", {}, {}, case.undivided(), device, device=device)[0]
+
+
+# -- a run in parts: each from the checkpoint of the one before, under a schedule, with groups of different settings
+
+Settings = frozenset[tuple[str, Any]]
+"""What a parameter group steps with: its entries that are numbers, texts or tuples of them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank saw of some steps.
+
+    Parameters may agree by luck, such as after a schedule's last steps; the settings of a step do not.
+
+    Attributes:
+        reported: learning rate of each step, as observers see it.
+        stepped: of each step, the settings of all groups of all optimizers that stepped.
+    """
+
+    outcome: Outcome
+    reported: list[float]
+    stepped: list[set[Settings]]
+
+
+def train_resumed(
+    strategy: str,
+    config: Config,
+    sizes: Config,
+    case: Case,
+    steps: range,
+    source: str | None,
+    target: str | None,
+    device: str = "cpu",
+) -> Part:
+    """Train some steps of the case by `train_step`, from a checkpoint if there is one."""
+    manager, optimizer = build_with_optimizer(strategy, config, sizes, case, seed=steps.start, device=device)
+    scheduler = build_scheduler(case.schedule or ScheduleConfig(name="constant"), optimizer, case.steps)
+    loop = Loop(
+        steps=case.steps,
+        batches=lambda step: share(case, step, manager.mesh.data_rank, manager.mesh.data_size),
+        scheduler=scheduler,
+        max_grad_norm=case.max_norm,
+        grad_norm_type=case.norm_type,
+    )
+    if source is not None:
+        # A step of its own first, so that there is state to be replaced.
+        train_step(manager, loop, 99)
+        load_checkpoint(manager, source, scheduler=scheduler)
+    results, stepped = [], []
+    for step in steps:
+        with groups_stepped() as groups:
+            results.append(train_step(manager, loop, step))
+        stepped.append({_settings(group) for group in groups if group["params"]})
+    if target is not None:
+        save_checkpoint(manager, target, step=steps.stop, scheduler=scheduler)
+    outcome = Outcome([each.loss for each in results], [each.grad_norm for each in results], [], full_weights(manager))
+    return Part(outcome, [each.learning_rate for each in results], stepped)
+
+
+def _settings(group: Mapping[str, Any]) -> Settings:
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
+    return frozenset((key, value) for key, value in plain.items() if isinstance(value, int | float | str | tuple))
+
+
+@functools.lru_cache(maxsize=64)
+def uninterrupted(case: Case, device: str = "cpu") -> Part:
+    """Return the case under `single`, on one rank, in one part."""
+    case = case.undivided()
+    (part,) = pool(1).run(train_resumed, "single", {}, {}, case, range(case.steps), None, None, device, device=device)
+    return part
+
+
+def wrong_rates(parts: Sequence[Part], steps: range, expected: Part) -> str:
+    """Return what is wrong with the settings that the ranks of one part have stepped with; empty: nothing."""
+    for number, step in enumerate(steps):
+        known = expected.stepped[step]
+        keys = {key for settings in known for key, _ in settings}
+        whole = {frozenset(e for e in settings if e[0] in keys) for part in parts for settings in part.stepped[number]}
+        if whole != known:
+            return f"step {step + 1} was made with {_told(whole - known)} instead of {_told(known - whole)}"
+        rates = {value for settings in known for key, value in settings if key == "lr"}
+        for rank, part in enumerate(parts):
+            if part.reported[number] not in rates:
+                return f"rank {rank} reports the rate {part.reported[number]} of step {step + 1}, not of {rates}"
+    return ""
+
+
+def _told(groups: set[Settings]) -> str:
+    parts = [", ".join(f"{k}={v}" for k, v in sorted(each) if k in ("lr", "weight_decay")) for each in groups]
+    return " and ".join(f"({part})" for part in sorted(parts)) or "nothing"
+
+
+# -- bad input
+
+
+def train_on_bad_input(strategy: str, config: Config, sizes: Config, case: Case, device: str) -> tuple[str, float]:
+    """Give one rank bad microbatches, and all a bad count and clipping limit; train a step afterwards.
+
+    Returns:
+        The errors, or "accepted", in order; and the loss.
+    """
+    manager = build_manager(strategy, config, sizes, case, device=device)
+    good = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    num_tokens = count_tokens(good, manager.mesh)
+    is_last = manager.mesh.rank == manager.mesh.world.size - 1
+    texts = []
+    for call in (
+        lambda: manager.forward_backward([{"input_ids": good[0]["input_ids"]}], num_tokens=num_tokens),
+        lambda: manager.forward_backward(good[: -1 if is_last else None], num_tokens=num_tokens),
+        lambda: manager.forward_backward(good, num_tokens=num_tokens * 0),
+        lambda: manager.clip_grad_norm(-1.0),
+        lambda: manager.clip_grad_norm(1.0, norm_type=0.0),
+    ):
+        try:
+            call()
+            texts.append("accepted")
+        except MeshwrightError as error:
+            texts.append(type(error).__name__)
+    return " ".join(texts), float(manager.forward_backward(good, num_tokens=num_tokens))

@@ -1,0 +1,205 @@
+"""Measure a piece of code on this rank: memory of its tensors, operations that it computes, reads of values."""
+
+from __future__ import annotations
+
+import resource
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from meshwright.mesh.gloo_threads import settle
+from meshwright.tensors.ops import tensors_in
+from meshwright.tracing.observe import Meter, Observer, storage_of
+
+
+class Counting(Observer):
+    """Count the operations that are computed, by name, such as "aten.mm.default"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.counts[str(operation)] += 1
+
+
+# -- memory
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on this rank.
+
+    Attributes:
+        parameters: of the modules; of sharded ones, this rank's shards.
+        gradients: in the `.grad` of these parameters.
+        optimizer: state of the optimizer.
+        other: activations, gathered parameters, gradients being reduced, batches, buffers.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.other
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was held at the peak, and what is still held afterwards."""
+
+    peak: Held
+    after: Held
+
+
+def measure_memory(
+    work: Callable[[], object], modules: Sequence[nn.Module], optimizer: Optimizer | None = None
+) -> Memory:
+    """Run `work` and measure the memory of all tensors that it makes or touches, backward included.
+
+    Views cost nothing, padding counts, and memory that FSDP frees by resizing a storage to 0 is free. Workspace inside
+    an operation, the allocator's rounding and caches, and buffers of the communication backend are not counted.
+
+    Args:
+        work: usually one training step.
+        modules: whose parameters, gradients and buffers count from the start.
+        optimizer: whose state counts from the start.
+    """
+    mode = _Meter(modules, optimizer)
+    with mode:
+        work()
+    mode.update_peak()
+    return Memory(mode.peak, mode.now())
+
+
+@contextmanager
+def limit_memory(size: int) -> Iterator[None]:
+    """Let this process allocate at most so many further bytes of its own. Linux only.
+
+    Memory that was freed but is kept by the allocator comes on top of them: below 64 MiB, as a rule.
+    """
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (own_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (own_kib * 1024 + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+class _Meter(Meter):
+    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
+        super().__init__()
+        self._held = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        self._optimizer = optimizer
+        self.see([*self._held, *(b for module in modules for b in module.buffers())])
+        self.peak = self.now()
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        super().observe(operation, args, kwargs, result)
+        self.update_peak()
+
+    def update_peak(self) -> None:
+        if self.total > self.peak.total:
+            settle()
+        # Of equal moments the last: a gradient is in its place only after the operation that makes it.
+        if self.total >= self.peak.total:
+            self.peak = self.now()
+
+    def now(self) -> Held:
+        gradients = [p.grad for p in self._held if p.grad is not None]
+        state = [] if self._optimizer is None else list(tensors_in([*self._optimizer.state.values()]))
+        self.see([*gradients, *state])
+        seen: set[int] = set()
+
+        def held(tensors: Iterable[Tensor]) -> int:
+            # A storage that several kinds share belongs to the first of them.
+            found = {id(storage): storage for storage in map(storage_of, tensors) if id(storage) not in seen}
+            seen.update(found)
+            return sum(storage.nbytes() for storage in found.values())
+
+        sizes = [held(self._held), held(gradients), held(state)]
+        return Held(*sizes, self.total - sum(sizes))
+
+
+# -- reads of values
+
+_READING = frozenset(
+    {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_dim", "on_host"}
+)
+"""Operators that give the host a value, or make a tensor whose size depends on values."""
+_COPYING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
+"""Copies to the host that are no operator where the tensor is there already; not seen in hooks of backward."""
+_PLACES = ("meshwright", "transformers", "torch/optim", "megatron_fsdp")
+_PASSING = ("/tracing/observe.py", "/testing/zoo/", "/tests/", "/model/recompute.py")
+"""Modes and wrappers that operators come through."""
+
+
+def count_reads(work: Callable[[], object]) -> Counter[str]:
+    """Run `work` and count the reads of values, those of backward included, for which an accelerator would wait.
+
+    Reads of what is never on an accelerator (batches in host memory, messages of the control plane, step counters of
+    optimizers) look alike; tell them apart by their place.
+
+    Returns:
+        Reads by place: the innermost file of ours, of transformers or of torch's optimizers, such as
+        "manager/ending.py" or "transformers/masking_utils.py"; "" for others.
+    """
+    operators = _Operators()
+    calls = _Calls(operators)
+    with calls, operators:
+        work()
+    return operators.found + calls.found
+
+
+class _Operators(Observer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.on_host: list[Tensor] = []
+        """Copies that have been counted."""
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        name = operation.overloadpacket.__name__
+        chooses = name in ("index", "index_put", "index_put_") and any(
+            each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1])
+        )
+        counts = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name == "on_host":
+            self.on_host.append(result)
+        if name in _READING or chooses or counts:
+            self.found[_place()] += 1
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, operators: _Operators) -> None:
+        super().__init__()
+        self._operators = operators
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COPYING and not any(args[0] is each for each in self._operators.on_host):
+            self.found[_place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _place() -> str:
+    for frame in reversed(traceback.extract_stack()):
+        file = frame.filename.replace("\\", "/")
+        if any(f"/{each}" in file for each in _PLACES) and not any(each in file for each in _PASSING):
+            package, _, rest = file.rpartition("/")
+            return f"{package.rpartition('/')[2]}/{rest}"
+    return ""
