@@ -12,14 +12,11 @@ from support.chat_templates import DIRECTORY, learnt, record, template, tokenize
 from transformers import ByT5Tokenizer
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.data.encoding.chat_template import read_chat_template
-from meshwright.data.encoding.examples import Counts, Encoder
+from meshwright.data.chat_template import read_chat_template
+from meshwright.data.encoder import Counts, Encoder
 
 TALK = turns("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
 UNSYSTEMATIC = TALK[1:]
-HEAD3 = "<|start_header_id|>{}<|end_header_id|>\n\n"
-R = "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>"
-
 # Family, template: what is learnt in each document that the conversation becomes.
 LEARNT = {
     ("chatml", "chatml"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
@@ -34,10 +31,7 @@ LEARNT = {
     ("tekken", "mistral_tekken"): [["Hello!</s>"], ["It is four.</s>"]],
     ("qwen", "qwen25"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
     # Thoughts are written in the last answer alone.
-    ("qwen", "qwen3"): [
-        ["<think>\n\n</think>\n\nHello!<|im_end|>"],
-        ["<think>\n\n</think>\n\nIt is four.<|im_end|>"],
-    ],
+    ("qwen", "qwen3"): [["<think>\n\n</think>\n\nHello!<|im_end|>"], ["<think>\n\n</think>\n\nIt is four.<|im_end|>"]],
     # A text ends with one token more than a turn.
     ("phi3", "phi3"): [["Hello!<|end|>", "It is four.<|end|>"]],
     ("phi4", "phi4"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
@@ -54,42 +48,6 @@ LEARNT = {
     ],
     # Nothing ends a turn.
     ("base", "alpaca"): [["Hello!<|endoftext|>"], ["It is four.<|endoftext|>"]],
-}
-# The text of the last document, written by hand.
-TEXTS = {
-    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
-    "Hello!<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\nIt is four.<|im_end|>\n",
-    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi there [/INST] Hello! </s><s>[INST] What is two and two? "
-    "[/INST] It is four. </s>",
-    "llama3": f"<|begin_of_text|>{HEAD3.format('system')}Be brief.<|eot_id|>{HEAD3.format('user')}Hi there<|eot_id|>"
-    f"{HEAD3.format('assistant')}Hello!<|eot_id|>{HEAD3.format('user')}What is two and two?<|eot_id|>"
-    f"{HEAD3.format('assistant')}It is four.<|eot_id|>",
-    "gemma": "<bos><start_of_turn>user\nBe brief.\n\nHi there<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
-    "<start_of_turn>user\nWhat is two and two?<end_of_turn>\n<start_of_turn>model\nIt is four.<end_of_turn>\n",
-    "mistral_tekken": "<s>[INST]Hi there[/INST]Hello!</s>[INST]Be brief.\n\nWhat is two and two?[/INST]It is four.</s>",
-    "qwen3": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
-    "Hello!<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    "It is four.<|im_end|>\n",
-    "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi there<|end|>\n<|assistant|>\nHello!<|end|>\n<|user|>\n"
-    "What is two and two?<|end|>\n<|assistant|>\nIt is four.<|end|>\n<|endoftext|>",
-    "phi4": "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi there<|im_end|><|im_start|>"
-    "assistant<|im_sep|>Hello!<|im_end|><|im_start|>user<|im_sep|>What is two and two?<|im_end|><|im_start|>assistant"
-    "<|im_sep|>It is four.<|im_end|>",
-    "deepseek_r1": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi there<｜Assistant｜>Hello!<｜end▁of▁sentence｜><｜User｜>"
-    "What is two and two?<｜Assistant｜>It is four.<｜end▁of▁sentence｜>",
-    "granite": "<|start_of_role|>system<|end_of_role|>Be brief.<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>"
-    "Hi there<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>Hello!<|end_of_text|>\n<|start_of_role|>user"
-    "<|end_of_role|>What is two and two?<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>It is four."
-    "<|end_of_text|>\n",
-    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHi there</s>\n<|assistant|>\nHello!</s>\n<|user|>\n"
-    "What is two and two?</s>\n<|assistant|>\nIt is four.</s>\n",
-    "command_r": f"<BOS_TOKEN>{R.format('SYSTEM')}Be brief.<|END_OF_TURN_TOKEN|>{R.format('USER')}Hi there"
-    f"<|END_OF_TURN_TOKEN|>{R.format('CHATBOT')}Hello!<|END_OF_TURN_TOKEN|>{R.format('USER')}What is two and two?"
-    f"<|END_OF_TURN_TOKEN|>{R.format('CHATBOT')}It is four.<|END_OF_TURN_TOKEN|>",
-    "olmo2": "<|endoftext|><|system|>\nBe brief.\n<|user|>\nHi there\n<|assistant|>\nHello!<|endoftext|>\n<|user|>\n"
-    "What is two and two?\n<|assistant|>\nIt is four.<|endoftext|>",
-    "alpaca": "Be brief.\n\n### Instruction:\nHi there\n\n### Response:\nHello!\n\n### Instruction:\n"
-    "What is two and two?\n\n### Response:\nIt is four.<|endoftext|>",
 }
 MARKED = {
     "chatml_marked": ("chatml", "chatml"),
@@ -127,8 +85,6 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
     assert text.removesuffix("<|endoftext|>" * (family == "base")) == chosen.apply_chat_template(
         messages, tokenize=False, chat_template=read_chat_template(template(name)), date_string="26 Jul 2024"
     )
-    if name in TEXTS and (family != "base" or name == "alpaca"):
-        assert text == TEXTS[name]
     assert counts == Counts(
         records=1,
         documents=len(documents),
@@ -286,19 +242,6 @@ def test_loss_on_says_which_answers_are_learnt():
         assert counts.labelled == len(document) - 1
 
 
-def test_what_stands_behind_the_last_answer_is_left_out():
-    asked = [*TALK, {"role": "user", "content": "And three?"}]
-    for name in ("llama3", "llama3_marked"):
-        [document], _ = encoded("llama3", name, {"messages": asked})
-        [without], _ = encoded("llama3", name, {"messages": TALK})
-        assert np.array_equal(document.tokens, without.tokens)
-
-
-def test_a_greeting_that_opens_a_conversation_is_not_learnt():
-    greeted = [{"role": "assistant", "content": "Welcome."}, *turns("Hi there", "Hello!")]
-    assert runs("llama3", "llama3", {"messages": greeted}) == [["Hello!<|eot_id|>"]]
-
-
 def test_older_names_and_parts_of_messages_are_understood():
     value = {
         "conversations": [
@@ -307,6 +250,9 @@ def test_older_names_and_parts_of_messages_are_understood():
         ]
     }
     fields = {"messages": "conversations", "role": "from", "content": "value"}
+    assert runs("llama3", "llama3", value, fields=fields) == [["Hello!<|eot_id|>"]]
+    # A greeting that opens a conversation answers nothing.
+    value["conversations"].insert(0, {"from": "gpt", "value": "Welcome."})
     assert runs("llama3", "llama3", value, fields=fields) == [["Hello!<|eot_id|>"]]
 
 
@@ -367,15 +313,10 @@ def test_a_pair_answers_one_prompt(way):
     assert (counts.records, counts.documents) == (1, 2)
 
 
-def test_a_pair_of_texts_answers_one_prompt():
-    value = {"prompt": "What is two and two? ", "chosen": "It is four.", "rejected": "It is five."}
-    documents, _ = encoded("llama3", None, value, "preference")
-    found = [learnt(tokenizer("llama3", None), each) for each in documents]
-    assert found == [["It is four.<|eot_id|>"], ["It is five.<|eot_id|>"]]
-
-
-def test_a_pair_is_kept_whole_or_not_at_all():
+def test_a_pair_of_texts_is_kept_whole_or_not_at_all():
     value = {"prompt": "What is two and two? ", "chosen": "It is four.", "rejected": "It is " + "not " * 90}
+    found = [learnt(tokenizer("llama3", None), each) for each in encoded("llama3", None, value, "preference")[0]]
+    assert found == [[f"{value[side]}<|eot_id|>"] for side in ("chosen", "rejected")]
     documents, counts = encoded("llama3", None, value, "preference", too_long="drop", seq_len=60)
     assert (documents, counts) == ([], Counts(records=1, dropped=2))
     documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=60)
@@ -491,34 +432,54 @@ def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
             encoded("llama3", "llama3", {"messages": messages})
 
 
+MESSAGES = "{% for message in messages %}{{ message.content }}{% endfor %}"
+ASKED = turns("a", "b")
+
+
 @pytest.mark.parametrize(
-    ("name", "messages", "reason"),
+    ("text", "messages", "reason"),
     [
-        ("gemma", [{"role": "assistant", "content": "Welcome."}, *turns("a", "b")], "TemplateError: Conversation roles"),
-        ("broken", turns("a", "b"), "TemplateSyntaxError: .* It breaks at line 2: correct chat_template"),
-        ("undefined", turns("a", "b"), "UndefinedError: 'dict object' has no attribute 'name'.*chat_template_kwargs"),
-        ("forgetful", turns("a", "b", system="Be brief."), r"the chat template leaves out the content of turn 1 \(system"),
-        ("thoughtless", [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}],
-         "the chat template leaves out the reasoning_content of turn 2"),
-        ("silent", turns("a", "b"), "turn 2: an answer of no tokens"),
-        ("unmarked", turns("a", "b"), "an answer of no tokens: .* {% generation %} marks"),
-        ("torn", turns("a", "b"), r"it cannot be told where the answer of turn 2 begins: .* writes '<think>\\n'"),
+        (template("gemma"), [{"role": "assistant", "content": "a"}, *ASKED], "TemplateError: Conversation roles"),
+        (
+            MESSAGES.replace("}}", "}").replace("%}{{", "%}\n{{"),
+            ASKED,
+            "TemplateSyntaxError: .* It breaks at line 2: correct chat_template",
+        ),
+        (
+            MESSAGES.replace("content", "name.first"),
+            ASKED,
+            "UndefinedError: 'dict object' has no attribute 'name'.*chat_template_kwargs",
+        ),
+        (
+            "{% for message in messages if message.role != 'system' %}{{ message.content }};{% endfor %}",
+            turns("a", "b", system="Be brief."),
+            r"the chat template leaves out the content of turn 1 \(system",
+        ),
+        (
+            template("chatml"),
+            [ASKED[0], {**ASKED[1], "reasoning_content": "c"}],
+            "the chat template leaves out the reasoning_content of turn 2",
+        ),
+        (
+            "{% for message in messages if message.role == 'user' %}{{ message.content }};{% endfor %}",
+            ASKED,
+            "turn 2: an answer of no tokens",
+        ),
+        (
+            f"{{% generation %}}{{% endgeneration %}}{MESSAGES}",
+            ASKED,
+            "an answer of no tokens: .* {% generation %} marks",
+        ),
+        (
+            template("deepseek_r1").replace("if think_first else ''", ""),
+            ASKED,
+            r"it cannot be told where the answer of turn 2 begins: .* writes '<think>\\n'",
+        ),
     ],
-    ids=lambda value: value if value in ("gemma", "broken", "undefined", "forgetful", "thoughtless", "silent", "unmarked", "torn") else "",
-)  # fmt: skip
-def test_what_a_template_cannot_write_is_told_with_its_place(name, messages, reason):
-    written = {
-        "gemma": template("gemma"),
-        "broken": "{% for message in messages %}\n{{ message.content }{% endfor %}",
-        "undefined": "{% for message in messages %}{{ message.name.first }}{% endfor %}",
-        "forgetful": "{% for message in messages if message.role != 'system' %}{{ message.content }};{% endfor %}",
-        "thoughtless": template("chatml"),
-        "silent": "{% for message in messages if message.role == 'user' %}{{ message.content }};{% endfor %}",
-        "unmarked": "{% generation %}{% endgeneration %}{% for message in messages %}{{ message.content }}{% endfor %}",
-        "torn": template("deepseek_r1").replace("if think_first else ''", ""),
-    }  # fmt: skip
+)
+def test_what_a_template_cannot_write_is_told_with_its_place(text, messages, reason):
     with pytest.raises(DataError, match=rf"(?s)\Achats\.jsonl:1: .*{reason}"):
-        encoded("deepseek", None, {"messages": messages}, chat_template=written[name])
+        encoded("deepseek", None, {"messages": messages}, chat_template=text)
 
 
 def test_what_a_template_does_not_know_of_is_not_lost_in_silence():
@@ -583,51 +544,20 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
         ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 of token 0 .* not moved by one"),
         ("tokens", {"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2"),
     ],
-    ids=[
-        "no field",
-        "no string",
-        "half a character",
-        "half a character in a turn",
-        "no json",
-        "no tools",
-        "no variables",
-        "no completion",
-        "empty completion",
-        "no common prompt",
-        "another prompt",
-        "no rejected",
-        "no ids",
-        "no integers",
-        "unknown id",
-        "negative id",
-        "labels of another length",
-        "labels moved by one",
-        "mask of twos",
-    ],
 )
 def test_what_is_wrong_with_a_record_is_told_with_its_place(source_format, value, reason):
     with pytest.raises(DataError, match=rf"\Achats\.jsonl:1: .*{reason}"):
         encoded("llama3", "llama3", value, source_format)
 
 
-def test_what_does_not_go_together_is_told_before_a_record_is_read():
-    chosen = tokenizer("llama3", "llama3")
-    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
-        Encoder(tokenizer("llama3", None), "messages")
-    with pytest.raises(ConfigError, match="too_long=split is not for format=preference"):
-        Encoder(chosen, "preference", too_long="split")
-    with pytest.raises(ConfigError, match=r"fields: 'message' is no field of format=messages.*'messages'"):
-        Encoder(chosen, "messages", fields={"message": "chat"})
-    with pytest.raises(ConfigError, match="columns: tools"):
-        Encoder(chosen, "messages", columns=["tools"])
-    with pytest.raises(ConfigError, match=r"chat_template: 'no/such.jinja'"):
-        read_chat_template("no/such.jinja")
-
-
-def test_a_chat_template_may_be_the_path_of_one():
+def test_a_chat_template_is_text_or_the_path_of_one():
     path = DIRECTORY / "chatml.jinja"
     assert read_chat_template(str(path)) == path.read_text(encoding="utf-8")
     assert read_chat_template("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(ConfigError, match=r"chat_template: 'no/such.jinja'"):
+        read_chat_template("no/such.jinja")
+    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
+        Encoder(tokenizer("llama3", None), "messages")
 
 
 def test_the_template_of_the_examples_needs_no_tokens_of_its_own():

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from meshwright.cli.data_report import as_histogram, as_text, bins_of
 from meshwright.cli.main import app
 from meshwright.data.documents import Documents
-from meshwright.data.encoding.examples import Counts
-from meshwright.data.rows.feed import Feed, Place
-from meshwright.data.rows.rows import make_rows
-from meshwright.data.rows.stream import Stream
-from meshwright.data.summary import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
+from meshwright.data.encoder import Counts
+from meshwright.data.feed import Feed, Place
+from meshwright.data.rows import make_rows
+from meshwright.data.run_rows import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
+from meshwright.data.stream import Stream
 
 MODEL = {
     "model_type": "llama",

@@ -65,12 +65,7 @@ def rows_of_their_own() -> Any:
     ("strategy", "sizes"),
     [
         ("single", {}),
-        ("fsdp2", {}),
-        ("ddp", {}),
-        ("megatron_fsdp", {}),
-        ("fsdp2", {"tp_size": 2}),
-        ("fsdp2", {"pp_size": 2}),
-        ("fsdp2", {"cp_size": 2}),
+        *(pytest.param("fsdp2", {f"{axis}_size": 2}, marks=pytest.mark.slow) for axis in ("tp", "pp", "cp")),
     ],
 )
 def test_documents_in_one_row_with_a_mask_of_ones_train_as_in_rows_of_their_own(

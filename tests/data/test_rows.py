@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from meshwright.data import (
     eval_microbatches,
     make_rows,
 )
-from meshwright.data.rows.best_fit import LEAST, best_fit, cached_best_fit
-from meshwright.data.rows.mixture import BLOCK, Mixture
+from meshwright.data.order import BLOCK, Mixture
+from meshwright.data.packing import LEAST, best_fit, cached_best_fit
 
 EXAMPLES = settings(deadline=None, max_examples=80)
 lengths_of = st.lists(st.integers(0, 12), max_size=60)
@@ -72,24 +71,6 @@ def test_rows_are_those_of_best_fit_decreasing_by_the_book(lengths: list[int], s
     packing = best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
     held = np.split(packing.documents, packing.ends[:-1]) if len(packing) else []
     assert sorted(seq_len - sum(lengths[each] for each in row) for row in held) == rooms
-
-
-@pytest.mark.parametrize("seq_len", [512, 2048, 70_000])
-def test_a_long_tailed_set_fills_its_rows(seq_len: int) -> None:
-    drawn = np.random.default_rng(0).lognormal(5.0, 1.3, 100_000).astype(np.int64)
-    ends = np.cumsum(np.clip(drawn, LEAST, seq_len))
-    packing = best_fit(ends, seq_len)
-    assert ends[-1] / (len(packing) * seq_len) >= 0.98
-
-
-def test_packing_takes_a_few_bytes_a_document() -> None:
-    ends = np.cumsum(np.clip(np.random.default_rng(0).lognormal(5.0, 1.3, 300_000).astype(np.int64), 2, 1024))
-    tracemalloc.start()
-    packing = best_fit(ends, 1024)
-    kept, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept - packing.ends.nbytes < 6 * len(ends)
-    assert peak < 40 * len(ends)
 
 
 def test_a_document_longer_than_a_row_is_told() -> None:
@@ -337,13 +318,6 @@ def test_microbatches_of_one_number_have_one_length_on_all_ranks(
     assert max(batch["input_ids"].shape[1] for batch in feeds[0]) == widest
     found = [int(token) for batches in feeds for batch in batches for token in batch["input_ids"][:, 0]]
     assert sorted(found) == sorted(int(rows.take([index])["input_ids"][0, 0]) for index in indices)
-
-
-def test_padding_is_less_where_rows_of_a_length_are_together() -> None:
-    lengths = np.random.default_rng(0).integers(2, 256, 512).tolist()
-    feed = Feed([PaddedRows(documents_of(lengths), 256)], Place(0, 1, 8), batch_size=64, seed=0)
-    held = sum(batch["input_ids"].numel() for step in range(8) for batch in feed.microbatches(step))
-    assert sum(lengths) / held > 0.85
 
 
 def test_rows_that_no_axis_can_divide_are_so_from_the_first_step_on() -> None:

@@ -101,6 +101,7 @@ def check_goes_on(kind: str, meshes: list[str], workplace: Path, directory: Path
                 assert one[key] == pytest.approx(other[key], rel=1e-12), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh"), [("packed", "tp"), ("padded", "pp"), ("streamed", "cp")])
 def test_a_run_goes_on_on_the_same_mesh_and_on_another(kind: str, mesh: str, workplace: Path, tmp_path: Path) -> None:
     check_goes_on(kind, [mesh], workplace, tmp_path)
@@ -112,6 +113,7 @@ def test_a_run_goes_on_on_every_axis(kind: str, workplace: Path, tmp_path: Path)
     check_goes_on(kind, ["tp", "cp", "pp"], workplace, tmp_path)
 
 
+@pytest.mark.slow
 def test_other_weights_are_another_run(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     given = settings(workplace, "mixed")
@@ -122,6 +124,7 @@ def test_other_weights_are_another_run(workplace: Path, tmp_path: Path) -> None:
     assert "data.weights" in told
 
 
+@pytest.mark.slow
 def test_a_model_with_a_state_is_refused_by_the_plan(workplace: Path, tmp_path: Path) -> None:
     given = settings(workplace, "packed")
     given["model"] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import io
 import json
 import os
@@ -11,7 +12,6 @@ import random
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.commands import write_run
-from test_data import prose
+from support.corpus import prose
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.validation import validated
 from meshwright.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
 from meshwright.data import progress as progress_module
+from meshwright.data import tokenizing as worker_module
 from meshwright.data.documents import Documents, DocumentsFile, open_documents
-from meshwright.data.encoding import worker as worker_module
-from meshwright.data.encoding.tokenizing import tokenized, tokenizing
-from meshwright.data.encoding.worker import Worker
-from meshwright.data.reading.json_array import elements
-from meshwright.data.reading.records import Record
+from meshwright.data.files import elements
+from meshwright.data.sources import Record
+from meshwright.data.tokenizing import Worker, tokenized, tokenizing
 from meshwright.train.run.preflight import plan_run
 from meshwright.train.run.resume import _differences
 from meshwright.train.run.run_file import load_run
 
+PREPARE_MODULE = importlib.import_module("meshwright.data.prepare")
 ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 
 
@@ -110,19 +110,23 @@ def test_a_file_of_any_kind_holds_the_same_records(kind: str, suffix: str, tmp_p
     assert list(read_records(source, 5)) == records[5:]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_a_text_file_is_a_document_also_where_it_is_compressed(suffix: str, tmp_path: Path) -> None:
+def test_text_files_and_tables_of_text_hold_what_the_sources_other_files_do(tmp_path: Path) -> None:
     text = "one\r\ntwo" * 1000
-    (tmp_path / f"a.txt{suffix}").write_bytes(compressed(text.encode(), suffix))
-    (record,) = read_records(SourceConfig(files=str(tmp_path / "*")))
-    assert record.value == {"text": text}
-
-
-def test_a_text_file_beside_others_has_its_text_where_they_have_theirs(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "a.txt.gz").write_bytes(compressed(text.encode(), ".gz"))
     (tmp_path / "b.jsonl").write_text('{"body": "of a field"}\n', encoding="utf-8")
-    source = SourceConfig(files=[str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], fields={"text": "body"})
-    assert [record.value for record in read_records(source)] == [{"body": "plain"}, {"body": "of a field"}]
+    source = SourceConfig(files=[str(tmp_path / "a.txt.gz"), str(tmp_path / "b.jsonl")], fields={"text": "body"})
+    assert [record.value for record in read_records(source)] == [{"body": text}, {"body": "of a field"}]
+    for config, message in (
+        ({"format": "messages"}, "format=messages is read from objects with fields"),
+        ({"columns": ["score"]}, ".txt files have no fields such as 'score'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(read_records(SourceConfig(files=str(tmp_path / "a.txt.gz"), **config)))  # type: ignore[arg-type]
+    (tmp_path / "a.csv").write_text("text,score\n1,2\n3,-1e3\n5,two\n")
+    cells = read_records(SourceConfig(files=str(tmp_path / "a.csv"), columns=["score"]))
+    assert [next(cells).value for _ in range(2)] == [{"text": "1", "score": 2}, {"text": "3", "score": -1000.0}]
+    with pytest.raises(DataError, match=r"a\.csv:4: column 'score' holds 'two', a str"):
+        next(cells)
 
 
 def test_places_are_the_lines_where_records_begin(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_an_array_is_read_in_pieces_of_any_size(
     except UnicodeEncodeError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.reading.json_array._CHUNK", chunk)
+        patch.setattr("meshwright.data.files._ARRAY_CHUNK", chunk)
         found = list(elements(io.BytesIO(content), Path("a.json"), max_bytes=1 << 20))
     assert [value for value, _ in found] == rows
     lines = content.decode().splitlines() if indent is not None and ascii_only else None
@@ -196,34 +200,11 @@ def test_an_array_is_read_in_pieces_of_any_size(
             r"a\.jsonl\.zst: .*cut off \(a frame .* has no end",
         ),
     ],
-    ids=[
-        *(
-            "no array",
-            "no colon",
-            "no comma",
-            "comma at the end",
-            "no bracket",
-            "cut off",
-            "more behind it",
-            "no UTF-8",
-        ),
-        *("list in it", "deep", "csv row", "csv header", "csv quote", "csv no UTF-8", "parquet", "gz", "gz cut off"),
-        *("zst", "zst cut off"),
-    ],
 )
 def test_a_broken_file_is_named_with_the_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_records(SourceConfig(files=str(tmp_path / name))))
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_cut_file_is_not_taken_for_whole(suffix: str, tmp_path: Path) -> None:
-    lines = b"".join(json.dumps({"text": random.Random(n).randbytes(500).hex()}).encode() + b"\n" for n in range(200))
-    whole = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[:-3])
-    with pytest.raises(DataError, match="broken or cut off"):
-        list(read_records(SourceConfig(files=str(tmp_path / f"a.jsonl{suffix}"))))
 
 
 def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
@@ -244,13 +225,14 @@ def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
 def test_an_example_without_an_end_is_refused_before_memory_is_full(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.reading.readers.MAX_BYTES", 1 << 17)
+    monkeypatch.setattr("meshwright.data.files.MAX_BYTES", 1 << 17)
     begin = {"a.jsonl": b'{"text": "', "a.json": b'[{"text": "', "a.csv": b'text\n"'}[name]
     (tmp_path / name).write_bytes(begin + b"x" * (1 << 20))
     with pytest.raises(DataError, match=r":\d: .*131[,_]?072"):
         list(read_records(SourceConfig(files=str(tmp_path / name))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.json", "a.json.zst", "a.csv", "a.jsonl.gz"])
 def test_memory_of_reading_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
     peaks = []
@@ -290,18 +272,6 @@ def test_a_column_that_is_no_number_is_named(row: dict[str, Any], message: str, 
         list(read_records(source))
 
 
-def test_cells_of_a_table_of_text_are_numbers_where_a_column_is_to_be(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,score\n1,2\n3,-1e3\n")
-    source = SourceConfig(files=str(tmp_path / "a.csv"), columns=["score"])
-    assert [record.value for record in read_records(source)] == [
-        {"text": "1", "score": 2},
-        {"text": "3", "score": -1000.0},
-    ]
-    (tmp_path / "a.csv").write_text("text,score\n1,two\n")
-    with pytest.raises(DataError, match=r"a\.csv:2: column 'score' holds 'two', a str"):
-        list(read_records(source))
-
-
 def test_columns_go_with_their_documents_and_have_one_type_in_all_sources(tmp_path: Path, tokenizer_dir: Path) -> None:
     rows = [{"text": prose(number), "score": 1 if number < 20 else 0.5} for number in range(30)]
     whole, real = write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows)
@@ -331,6 +301,9 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     assert documents.labelled is not None
     assert not documents.labelled[np.r_[0, documents.ends[:-1]]].any()
     assert documents.labelled.sum() == len(documents.tokens) - len(documents)
+    # An entry that has lost one of its files is made anew.
+    (data.directory / "train.labelled.npy").unlink()
+    assert documents_of(prepare(config_for(tmp_path, tokenizer_dir, source))).labelled is not None
     rows[3]["w"] = 1.0  # type: ignore[assignment]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="column 'w' has one number an example in some, and one for each token"):
@@ -347,25 +320,22 @@ def saved(directory: Path, rows: list[dict[str, Any]] = ROWS, *, splits: bool = 
     return directory
 
 
-def test_a_saved_dataset_has_the_tokens_of_the_same_rows_in_a_file(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_a_dataset_has_the_tokens_of_the_same_rows_in_a_file(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     from_file = prepare(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
-    one = SourceConfig(dataset=str(saved(tmp_path / "one")), columns=["score"])
+    one = SourceConfig(dataset=str(saved(tmp_path / "one[1]")), columns=["score"])
     many = SourceConfig(dataset=str(saved(tmp_path / "many", splits=True)), columns=["score"])
     for source in (one, many):
         data = prepare(config_for(tmp_path, tokenizer_dir, source))
         assert data.fingerprint == from_file.fingerprint
         assert data.directory != from_file.directory
+    (tmp_path / "files[1]").mkdir()
+    write(tmp_path / "files[1]" / "train.parquet")
+    assert [record.value for record in read_records(SourceConfig(dataset=str(tmp_path / "files[1]")))] == ROWS
     test = SourceConfig(dataset=str(tmp_path / "many"), split="test")
     assert [record.where for record in read_records(test)] == [f"{tmp_path}/many[test]:{row}" for row in range(2)]
-
-
-def test_a_directory_of_data_files_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    (tmp_path / "files").mkdir()
-    write(tmp_path / "files" / "train.parquet")
-    (record, *rest) = read_records(SourceConfig(dataset=str(tmp_path / "files")))
-    assert record.value == ROWS[0]
-    assert len(rest) == len(ROWS) - 1
 
 
 @pytest.mark.parametrize(
@@ -383,17 +353,7 @@ def test_what_a_saved_dataset_has_not_is_named(changes: dict[str, str], message:
         list(read_records(SourceConfig(**{"dataset": str(tmp_path / "many"), **changes})))  # type: ignore[arg-type]
 
 
-def test_a_dataset_in_a_directory_with_brackets_is_read(tmp_path: Path) -> None:
-    for kind in ("files", "saved"):
-        place = tmp_path / f"{kind}[1]"
-        if kind == "saved":
-            saved(place, splits=False)
-        else:
-            place.mkdir()
-            (place / "train.jsonl").write_text('{"text": "one"}\n')
-        assert list(read_records(SourceConfig(dataset=str(place))))
-
-
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(tmp_path: Path) -> None:
     code = (
         "from meshwright.data import SourceConfig, read_records\n"
@@ -426,6 +386,7 @@ def left_in(cache: Path) -> list[str]:
     return sorted({path.suffix for path in cache.glob("*/*")})
 
 
+@pytest.mark.slow
 def test_a_broken_line_in_the_midst_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer_dir: Path) -> None:
     lines = [json.dumps({"text": prose(number % 40)}) for number in range(4000)]
     path = tmp_path / "a.jsonl"
@@ -449,21 +410,15 @@ def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
         (tmp_path / "a.jsonl").write_text('{"text": "other", "score": 1}\n' * rows)
         return tokenized(*args)
 
-    monkeypatch.setattr("meshwright.data.entry.tokenized", meddle)
+    monkeypatch.setattr(PREPARE_MODULE, "tokenized", meddle)
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
         prepare(config_for(tmp_path, tokenizer_dir, source))
     assert left_in(tmp_path / "cache") == [".lock"]
 
 
-def test_what_is_held_out_of_a_source_is_part_of_its_entry(tmp_path: Path, tokenizer_dir: Path) -> None:
-    source = write(tmp_path / "a.jsonl")
-    some = prepare(config_for(tmp_path, tokenizer_dir, source))
-    most = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=0.8))
-    assert len(documents_of(some)) > len(documents_of(most))
-
-
 @pytest.mark.parametrize(
-    "changes", [{"columns": ["score"]}, {"seq_len": 8}, {"too_long": "cut"}, {"fields": {"text": "note"}}]
+    "changes",
+    [{"columns": ["score"]}, {"seq_len": 8}, {"too_long": "cut"}, {"fields": {"text": "note"}}, {"eval_fraction": 0.8}],
 )
 def test_what_is_made_of_records_is_part_of_the_entry(
     changes: dict[str, Any], tmp_path: Path, tokenizer_dir: Path
@@ -480,25 +435,12 @@ def test_what_is_made_of_records_is_part_of_the_entry(
     assert entries[0].fingerprint != entries[1].fingerprint
 
 
-def test_an_entry_that_has_lost_what_says_which_tokens_are_learnt_is_made_anew(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    rows = [{"input_ids": [number, 5, 6], "labels": [-100, -100, 6]} for number in range(9)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens"))
-    first = prepare(config)
-    (first.directory / "train.labelled.npy").unlink()
-    labelled = documents_of(prepare(config)).labelled
-    assert labelled is not None
-    assert labelled.sum() * 3 == len(labelled)
-
-
 def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(
     tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Path] = []
-    real = prepare.__globals__["find_entry"].__globals__["_build"]
-    monkeypatch.setattr("meshwright.data.entry._build", lambda *args: (built.append(args[1].config.place), real(*args)))
+    real = PREPARE_MODULE._build
+    monkeypatch.setattr(PREPARE_MODULE, "_build", lambda *args: (built.append(args[1].config.place), real(*args)))
     sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("abc")]
     config = config_for(tmp_path, tokenizer_dir, *sources)
     before = prepare(config)
@@ -545,18 +487,14 @@ def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     source, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[:3])
-    sets = {"small": other, "both": [other, source]}
-    data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=0, eval_sets=sets))
-    assert len(documents_of(data)) == 7
-    assert lengths_of(data) == {"small": [3], "both": [3, 7]}
-    data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_sets=sets))
-    (held_out,) = lengths_of(data)["held_out"]
-    assert lengths_of(data) == {"held_out": [held_out], "small": [3], "both": [3, 7]}
-    assert len(documents_of(data)) + held_out == 7
-
-
-def lengths_of(data: PreparedData) -> dict[str, list[int]]:
-    return {name: [len(each) for each in found] for name, found in data.held_out.items()}
+    for fraction in (0, 0.3):
+        sets = {"small": other, "both": [other, source]}
+        data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, eval_sets=sets))
+        lengths = {name: [len(each) for each in found] for name, found in data.held_out.items()}
+        (held_out,) = lengths.pop("held_out", [0])
+        assert lengths == {"small": [3], "both": [3, 7]}
+        assert len(documents_of(data)) + held_out == 7
+        assert (held_out > 0) == (fraction > 0)
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
@@ -565,7 +503,7 @@ def test_the_two_of_a_pair_stay_together(
 ) -> None:
     rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 40)
+    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 40)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
     data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
     sides = [documents_of(data), *data.held_out["held_out"]]
@@ -606,7 +544,7 @@ def test_documents_that_are_taken_out_again_take_along_what_belongs_to_them(
     first = data.draw(st.integers(0, len(expected) - 1))
     last = data.draw(st.integers(first + 1, len(expected)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.arrayfile._CHUNK", 3)
+        patch.setattr("meshwright.data.documents._CHUNK", 3)
         taken = file.take_out(first, last)
     file.close()
     assert each_of(taken) == expected[first:last]
@@ -629,17 +567,17 @@ def test_processes_make_the_same_documents_as_this_one(
     tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 2000)
     here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 6000)
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 2)
+    monkeypatch.setattr("meshwright.data.tokenizing._IN_THIS_PROCESS", 6000)
+    monkeypatch.setattr("meshwright.data.tokenizing.usable_cores", lambda: 2)
     there = prepare(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
     for name, array in documents_of(here).arrays().items():
         np.testing.assert_array_equal(array, documents_of(there).arrays()[name])
     assert there.fingerprint == here.fingerprint
     assert not subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright.data.encoding.worker"], capture_output=True
+        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright.data.tokenizing"], capture_output=True
     ).stdout
 
 
@@ -653,9 +591,9 @@ def test_processes_make_the_same_documents_as_this_one(
 def test_what_goes_wrong_in_a_process_is_told_here(
     texts: list[Any], message: str, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 1)
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 1)
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 1)
+    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 1)
+    monkeypatch.setattr("meshwright.data.tokenizing._IN_THIS_PROCESS", 1)
+    monkeypatch.setattr("meshwright.data.tokenizing.usable_cores", lambda: 1)
     tokenizer = train_tokenizer(["a b"], 257)
     source = SourceConfig(files="unused")
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]
@@ -705,6 +643,13 @@ PAIRS = {"files": "a.jsonl", "format": "preference"}
     [
         ({"sources": [TEXT], "corpus": "b.txt"}, "corpus='b.txt' is the short form of one source"),
         ({"sources": [TEXT], "text_field": "b"}, "text_field='b' is the short form of one source"),
+        ({"seq_length": 4}, "Did you mean 'seq_len'"),
+        ({"vocab_size": 256}, "vocab_size"),
+        ({"seq_len": 1}, "seq_len"),
+        ({"eval_fraction": 1.0}, "eval_fraction"),
+        ({"corpus": []}, "corpus"),
+        ({"corpus": ["a.txt", ""]}, "corpus"),
+        ({"tokenizer": "somewhere", "vocab_size": 300}, "vocab_size=300"),
         ({"sources": []}, "at least 1 item"),
         ({"sources": [{}]}, "give either files or dataset"),
         ({"sources": [{"files": "a", "dataset": "b"}]}, "give either files or dataset"),
@@ -760,29 +705,20 @@ def test_what_null_stands_for_follows_from_the_formats() -> None:
     assert DataConfig().training_sources() == [SourceConfig(files="stdlib")]
 
 
-@pytest.mark.parametrize(
-    ("write_one", "config", "message"),
-    [
-        (lambda path: path.write_text("a"), {"format": "messages"}, "format=messages is read from objects with fields"),
-        (lambda path: path.write_text("a"), {"columns": ["score"]}, ".txt files have no fields such as 'score'"),
-    ],
-)
-def test_a_text_file_has_no_fields(
-    write_one: Callable[[Path], object], config: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    write_one(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=message):
-        list(read_records(SourceConfig(files=str(tmp_path / "a.txt"), **config)))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "is empty: it holds no example"), ('{"text": ""}\n', "is empty"), ('{"text": "a"}', "holds 1 document")],
-)
-def test_an_empty_source_is_named(content: str, message: str, tmp_path: Path, tokenizer_dir: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match=f"a.jsonl' {message}"):
-        prepare(config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(tmp_path / "a.jsonl"))))
+def test_a_source_that_is_too_small_is_named(tmp_path: Path, tokenizer_dir: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    config = config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(path)))
+    for content, message in (
+        ("", "is empty: it holds no example"),
+        ('{"text": ""}\n', "is empty"),
+        ('{"text": "a"}', "holds 1 document, but needs at least 2"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=f"a.jsonl' {message}"):
+            prepare(config)
+    source = SourceConfig(files=str(path), format="tokens")
+    with pytest.raises(ConfigError, match=r"\(format=tokens\) needs a tokenizer: the model's own, or data\.tokenizer"):
+        prepare(DataConfig(sources=[source], cache_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -802,10 +738,3 @@ def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(
     assert "is empty" not in str(caught.value)
     assert "a.jsonl' holds 3 records, and in none of them is anything learnt within seq_len=16" in str(caught.value)
     assert "Set data.seq_len to more than 16" in str(caught.value)
-
-
-def test_a_tokenizer_is_trained_on_sources_of_text_alone(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
-    source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens")
-    with pytest.raises(ConfigError, match=r"\(format=tokens\) needs a tokenizer: the model's own, or data\.tokenizer"):
-        prepare(DataConfig(sources=[source], cache_dir=str(tmp_path)))

@@ -10,9 +10,9 @@ from support.chat_templates import learnt, record, tokenizer
 
 from meshwright.base.errors import DataError
 from meshwright.data.config import SourceConfig
-from meshwright.data.encoding.examples import Encoder
-from meshwright.data.reading.records import read_records
-from meshwright.data.reading.stdlib import library_records
+from meshwright.data.encoder import Encoder
+from meshwright.data.sources import read_records
+from meshwright.data.stdlib import library_records
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = '''"""A module.
@@ -112,6 +112,7 @@ def test_prompts_and_completions_are_made_as_well():
     assert [(value["prompt"], value["completion"]) for value, _ in values] == both
 
 
+@pytest.mark.slow
 def test_a_source_of_conversations_is_the_library():
     chosen = tokenizer("llama3", "llama3")
     records = []

@@ -18,7 +18,7 @@ from meshwright.base.validation import validated
 from meshwright.data import DataConfig, Feed, Place, lay_out, prepare, train_tokenizer
 
 run_rows = importlib.import_module("meshwright.data.run_rows")
-stream = importlib.import_module("meshwright.data.rows.stream")
+stream = importlib.import_module("meshwright.data.stream")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 
 
@@ -78,7 +78,9 @@ def steps_of(feeds: list[Feed], steps: range) -> list[list[bytes]]:
     return [[row for feed in feeds for row in rows_of(feed.microbatches(step))] for step in steps]
 
 
-@pytest.mark.parametrize("packing", ["documents", "stream", "none"])
+@pytest.mark.parametrize(
+    "packing", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("documents", "stream"))]
+)
 def test_a_stream_goes_on_from_any_step_on_another_mesh(config: Any, packing: str) -> None:
     given = config(packing=packing, **({"too_long": None} if packing == "stream" else {}))
     (whole,) = feeds(given)
@@ -128,6 +130,7 @@ def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config:
     assert only.place.endswith("[ab].jsonl")
 
 
+@pytest.mark.slow
 def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_path: Path) -> None:
     given = config(
         {"files": str(tmp_path / "a.jsonl"), "streaming": True, "weight": 1},
@@ -147,7 +150,7 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
 
 
 def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = importlib.import_module("meshwright.data.rows.record_loader")
+    loader = importlib.import_module("meshwright.data.stream")
     given = config()
     (whole,) = feeds(given)
     for step in range(6):
@@ -210,6 +213,7 @@ def test_preferences_are_streamed_in_pairs(config: Any, tmp_path: Path) -> None:
     assert all(one != other for one, other in seen)
 
 
+@pytest.mark.slow
 def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"text": f"{n} " + "word " * (n % 8)} for n in range(100)]

@@ -14,15 +14,11 @@ from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
-from meshwright.profile.activity import activity, exposed_communication
-from meshwright.profile.compare import compare
+from meshwright.profile.activity import activity, common, exposed_communication, length, union, without
 from meshwright.profile.config import ProfileConfig, check_profile
-from meshwright.profile.intervals import common, length, union, without
-from meshwright.profile.load import load_summary
-from meshwright.profile.memory import timeline
-from meshwright.profile.spans import Span
-from meshwright.profile.summary import as_values, from_values, own_seconds, summarized
-from meshwright.profile.trace import read_trace
+from meshwright.profile.show import compare
+from meshwright.profile.summary import as_values, from_values, load_summary, own_seconds, summarized, timeline
+from meshwright.profile.trace import Span, read_trace
 
 MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
 
@@ -54,11 +50,7 @@ def test_stretches_of_time_are_what_counting_moments_says() -> None:
             for _ in range(2)
         )
         first, second = ({moment for a, b in each for moment in range(int(a), int(b))} for each in (one, two))
-        for found, expected in (
-            (common(one, two), first & second),
-            (without(one, two), first - second),
-            (one, first),
-        ):
+        for found, expected in ((common(one, two), first & second), (without(one, two), first - second), (one, first)):
             assert {moment for a, b in found for moment in range(int(a), int(b))} == expected
             assert length(found) == len(expected)
             assert all(a < b for a, b in found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,12 @@ from support.commands import write_run
 from support.runs import Place
 
 from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
-from meshwright._compat.profiling import flight_records, is_profiled, quieten_kineto, seen_by
+from meshwright._compat.profiling import flight_records, is_profiled, marked, quieten_kineto, seen_by
 from meshwright.base.types import Batch
 from meshwright.profile.activity import exposed_communication
 from meshwright.profile.faults import FaultFiles
-from meshwright.profile.load import load_summary
-from meshwright.profile.marks import marked
-from meshwright.profile.recording import NOTHING, activities, warm_up
-from meshwright.profile.sampling import Sampler, around_both, spans_of
+from meshwright.profile.recording import NOTHING, Sampler, activities, spans_of, warm_up
+from meshwright.profile.summary import load_summary
 from meshwright.profile.trace import read_trace
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
@@ -31,7 +29,6 @@ from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
 from meshwright.train.run.preflight import plan_run
 from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_schema import run_schema
 
 PARTS = {"data", "forward_backward", "clip", "read", "optimizer"}
 
@@ -50,6 +47,7 @@ def _names(directory: Path) -> list[str]:
 # -- runs
 
 
+@pytest.mark.slow
 def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     _, error, code = place.run(
@@ -60,12 +58,7 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
         profile={"steps": [2, 3], "ranks": [1], "memory": True},
     )
     assert code == 0, error
-    assert _names(place.out) == [
-        "rank-00001-memory.json",
-        "rank-00001.json.gz",
-        "summary.json",
-        "summary.txt",
-    ]
+    assert _names(place.out) == ["rank-00001-memory.json", "rank-00001.json.gz", "summary.json", "summary.txt"]
     path = place.out / "profile" / "rank-00001.json.gz"
     with gzip.open(path, "rt") as file:
         about = json.load(file)["meshwright"]
@@ -108,6 +101,7 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
     assert summary.memory.part == "forward_backward"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp_path: Path) -> None:
     place, asked = Place(workplace, tmp_path), {"steps": [[1, 2], [4, 6]], "record_shapes": False}
     _, error, code = place.run(kill_after=5, profile=asked)
@@ -135,6 +129,7 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
     assert "profile of" not in output
 
 
+@pytest.mark.slow
 def test_options_of_a_profile_act(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     asked = {"steps": [1, 1], "record_shapes": False, "with_stack": True}
@@ -145,6 +140,7 @@ def test_options_of_a_profile_act(workplace: Path, tmp_path: Path) -> None:
     assert _names(place.out) == ["rank-00000.json.gz", "summary.json", "summary.txt"]
 
 
+@pytest.mark.slow
 def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     config = load_run(place.file(steps=4, profile={"steps": [3, 5]}))
@@ -154,17 +150,6 @@ def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workpla
     with pytest.raises(ConfigError, match="names a rank that is not there"):
         plan_run(config, 1)
     assert not place.out.exists()
-
-
-def test_the_schema_of_the_run_file_has_the_section() -> None:
-    schema = run_schema()
-    assert set(schema["$defs"]["ProfileConfig"]["properties"]) == {
-        "steps",
-        "ranks",
-        "memory",
-        "record_shapes",
-        "with_stack",
-    }
 
 
 # -- nothing on other steps
@@ -177,24 +162,6 @@ def test_steps_that_nobody_looks_at_are_surrounded_by_nothing(tmp_path: Path) ->
     assert not is_profiled()
     assert isinstance(marked("data"), nullcontext)
 
-    seen: list[str] = []
-
-    @contextmanager
-    def noting(name: str) -> Iterator[None]:
-        seen.append(name)
-        yield
-        seen.append(f"{name} ends")
-
-    def on_odd(index: int) -> AbstractContextManager[None]:
-        return noting("odd") if index % 2 else NOTHING
-
-    both = around_both(lambda index: noting("all"), on_odd)
-    for index in range(2):
-        with both(index):
-            seen.append(str(index))
-    assert seen == ["all", "0", "all ends", "all", "odd", "1", "odd ends", "all ends"]
-    assert around_both(on_odd, on_odd)(0) is NOTHING
-
 
 # -- exposed communication
 
@@ -206,7 +173,7 @@ def _delayed(delay_s: float) -> tuple[float, float, float]:
     warm_up(device)
     tensor, matrix = torch.ones(1000), torch.ones(64, 64)
     dist.all_reduce(tensor)
-    with torch.profiler.profile(activities=activities(device)) as profiler, marked("step 1"):
+    with torch.profiler.profile(activities=activities(device)) as profiler, marked("meshwright::step 1"):
         matrix @ matrix
         if rank == 1:
             time.sleep(delay_s)
@@ -245,6 +212,7 @@ def _sampled(delay_s: float, every: int) -> tuple[list[StepResult], list[int]]:
     return fit(manager, loop), profiled
 
 
+@pytest.mark.slow
 def test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps() -> None:
     (results, profiled), (others, of_other) = pool(2).run(_sampled, 0.2, 3)
     name = "exposed_communication"
@@ -258,6 +226,7 @@ def test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps(
         assert 0.15 < seconds <= results[step - 1].seconds
 
 
+@pytest.mark.slow
 def test_a_run_file_asks_for_exposed_communication(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
     _, error, code = place.run(ranks=2, strategy="fsdp2", steps=6, metrics={"communication_every": 2})
@@ -291,6 +260,7 @@ def _faulty(directory: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_each_rank_that_a_fault_ends_leaves_its_last_collectives_and_stacks(tmp_path: Path) -> None:
     assert pool(2).run(_faulty, str(tmp_path)) == ["ValueError", "TrainingError"]
     names = {path.name for path in (tmp_path / "faults").iterdir()}

@@ -15,10 +15,10 @@ from support.house import ROOT, Module, packages, page, read
 FOREIGN = ("torch", "transformers")
 MODULES = [module for package in packages() for module in read(package).values()]
 WITHOUT_TORCH = (
-    *("meshwright", "meshwright.cli.main", "meshwright.cli.data", "meshwright.data.config", "meshwright.data.summary"),
+    *("meshwright", "meshwright.cli.main", "meshwright.cli.data", "meshwright.data.config", "meshwright.data.run_rows"),
     *("meshwright.files.class_paths", "meshwright.launch.local", "meshwright.launch.rank"),
     *("meshwright.objectives", "meshwright.single.plugin", "meshwright.strategy.contract", "meshwright.strategy.stack"),
-    *("meshwright.train.run.run_file", "meshwright.mesh.sizes", "meshwright.data.encoding.conversations"),
+    *("meshwright.train.run.run_file", "meshwright.mesh.sizes", "meshwright.data.conversations"),
     *(f"meshwright_{name}.plugin" for name in ("fsdp2", "ddp", "megatron_fsdp", "pipeline")),
 )
 KNOWN_PRIVATE = {

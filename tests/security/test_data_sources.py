@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from meshwright.base.errors import DataError
 from meshwright.data import load_tokenizer, train_tokenizer
 from meshwright.data.config import SourceConfig
-from meshwright.data.reading.hub import open_dataset
+from meshwright.data.sources import open_dataset
 
 # -- datasets
 

@@ -18,13 +18,12 @@ from support.commands import command
 from meshwright._compat import peft as peft_compat
 from meshwright.base.errors import ConfigError, DataError, ModelError
 from meshwright.checkpoint.keys import read_key
-from meshwright.data import train_tokenizer
-from meshwright.data.encoding import chat_template
-from meshwright.data.encoding.chat_template import ChatTemplate, read_chat_template
-from meshwright.data.encoding.conversations import Conversation
-from meshwright.data.entry import tokenizer_key
+from meshwright.data import chat_template, train_tokenizer
+from meshwright.data.chat_template import ChatTemplate, read_chat_template
+from meshwright.data.conversations import Conversation
+from meshwright.data.files import opened
+from meshwright.data.prepare import tokenizer_key
 from meshwright.data.progress import Meter
-from meshwright.data.reading.opening import opened
 from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.remote_code import digest_of_code

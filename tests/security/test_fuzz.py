@@ -30,8 +30,7 @@ from typer.testing import CliRunner
 from meshwright.base.errors import MeshwrightError
 from meshwright.base.validation import validated
 from meshwright.cli import main as cli
-from meshwright.data import load_tokenizer, prepare
-from meshwright.data.reading import sources
+from meshwright.data import load_tokenizer, prepare, sources
 from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees

@@ -107,8 +107,8 @@ def test_the_name_of_a_source_is_text_in_its_progress(monkeypatch: pytest.Monkey
     # rich draws what is alive behind what a console escapes.
     file = io.StringIO()
     monkeypatch.setattr(data_progress, "CONSOLE", new_console(file=file, force_terminal=True))
-    with data_progress.progress("\x1b[2J", data_progress.Meter(total=2)) as bar:
-        bar.advance(1)
+    with data_progress.progress("\x1b[2J", data_progress.Meter(total=2)) as advance:
+        advance(1)
     assert "\x1b[2J" not in file.getvalue()
     assert "\\x1b[2J" in file.getvalue()
 

@@ -26,7 +26,7 @@ from support.stacks import STACKS
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
 from meshwright.base.stopping import SAME_S
 from meshwright.checkpoint.manifest import step_directory, steps_in
-from meshwright.data.encoding.worker import Worker
+from meshwright.data.tokenizing import Worker
 from meshwright.events.step import StepResult
 from meshwright.optim.schedules import build_scheduler
 from meshwright.strategy.contract import StrategyManager

@@ -22,9 +22,8 @@ def show(
 ) -> None:
     """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
     with told(traceback):
-        from ..data.rows.feed import Feed, Place
-        from ..data.run_rows import lay_out
-        from ..data.summary import first_rows, measured_fill, summarize
+        from ..data.feed import Feed, Place
+        from ..data.run_rows import first_rows, lay_out, measured_fill, summarize
         from ..data.tokenizer import load_tokenizer
         from ..train.run.preflight import data_and_model_config
         from ..train.run.run_file import load_run

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import DataError
-from ..data.summary import ShownRow, SourceSummary
+from ..data.run_rows import ShownRow, SourceSummary
 
 _BARS = 12
 _WIDTH = 50

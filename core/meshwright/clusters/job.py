@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..data.rows.order import check_batch_size
+from ..data.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
 from ..strategy.stack import resolve

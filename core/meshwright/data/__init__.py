@@ -1,17 +1,14 @@
-"""From documents to microbatches: find a corpus, tokenize and pack it once, and read it in a resumable order.
-
-Importing this package, and preparing data, import no torch; it is imported by what returns tensors.
-"""
+"""From documents to microbatches. Importing this package and preparing data import no torch."""
 
 from .config import DataConfig, SourceConfig
 from .documents import Documents
+from .feed import Feed, Place, check_groups, eval_microbatches
+from .order import ORDER_VERSION, DataOrder, check_batch_size
 from .prepare import HELD_OUT, PreparedData, PreparedSource, prepare
-from .reading.records import Record, read_records
-from .rows.feed import Feed, Place, check_groups, eval_microbatches
-from .rows.order import ORDER_VERSION, DataOrder, check_batch_size
-from .rows.rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
-from .rows.stream import Stream
+from .rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
 from .run_rows import RunRows, lay_out
+from .sources import Record, read_records
+from .stream import Stream
 from .tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [

@@ -64,7 +64,6 @@ class SourceConfig(FrozenModel):
 
     @property
     def place(self) -> str:
-        """The files or the dataset, as the user has named them."""
         if self.dataset is not None:
             return self.dataset
         return self.files if isinstance(self.files, str) else ", ".join(self.files or ())
@@ -80,26 +79,18 @@ class SourceConfig(FrozenModel):
         return place if place is None else _named(place)
 
     @model_validator(mode="after")
-    def _has_one_place(self) -> SourceConfig:
+    def _is_of_use(self) -> SourceConfig:
         if (self.files is None) == (self.dataset is None):
             raise ValueError("give either files or dataset")
         if self.files is not None:
-            given = [
-                name
-                for name, plain in (("name", None), ("split", "train"), ("revision", None))
-                if getattr(self, name) != plain
-            ]
-            if given:
-                raise ValueError(f"{given[0]} is of a dataset, and these are files: {self.place!r}. Leave it out")
+            for name, plain in (("name", None), ("split", "train"), ("revision", None)):
+                if getattr(self, name) != plain:
+                    raise ValueError(f"{name} is of a dataset, and these are files: {self.place!r}. Leave it out")
             is_library = STDLIB in ([self.files] if isinstance(self.files, str) else self.files)
             if is_library and self.format not in ("text", "messages", "prompt_completion"):
                 raise ValueError(
                     f"'stdlib' is read as text, messages or prompt_completion, not format={self.format}. Name files"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _fields_have_a_use(self) -> SourceConfig:
         known = (*FIELDS[self.format], *self.columns)
         for name in self.fields:
             if name not in known:
@@ -176,7 +167,6 @@ class DataConfig(FrozenModel):
         return [SourceConfig(files=self.corpus, fields=fields)]
 
     def evaluation_sources(self) -> dict[str, list[SourceConfig]]:
-        """Those of each of `eval_sets`."""
         return {name: each if isinstance(each, list) else [each] for name, each in self.eval_sets.items()}
 
     def packing_kind(self) -> Packing:
@@ -192,26 +182,41 @@ class DataConfig(FrozenModel):
             return None
         return self.too_long or ("split" if format in ("text", "tokens") else "error")
 
+    def _all_sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        for number, source in enumerate(self.training_sources()):
+            yield f"sources.{number}", source
+        for name, sources in self.evaluation_sources().items():
+            yield from ((f"eval_sets.{name}", source) for source in sources)
+
     @field_validator("corpus")
     @classmethod
     def _corpus_is_named(cls, corpus: str | list[str]) -> str | list[str]:
         return _named(corpus)
 
     @model_validator(mode="after")
-    def _sources_are_written_once(self) -> DataConfig:
-        if self.sources is None:
-            return self
+    def _goes_together(self) -> DataConfig:
+        if self.sources is not None:
+            self._check_short_form()
+            _check_weights(self.sources)
+        self._check_sources()
+        self._check_held_out()
+        self._check_packing()
+        if self.tokenizer is not None and self.vocab_size != DEFAULT_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} is the size of a trained tokenizer, but tokenizer={self.tokenizer!r} "
+                "is loaded as it is; leave one of the two out"
+            )
+        return self
+
+    def _check_short_form(self) -> None:
         for name, value, plain in (("corpus", self.corpus, STDLIB), ("text_field", self.text_field, "text")):
             if value != plain:
                 raise ValueError(
                     f"{name}={value!r} is the short form of one source of text, and sources are given, too. Leave "
                     f"{name} out"
                 )
-        _check_weights(self.sources)
-        return self
 
-    @model_validator(mode="after")
-    def _sources_go_together(self) -> DataConfig:
+    def _check_sources(self) -> None:
         first = self.training_sources()[0]
         for where, source in self._all_sources():
             if (source.format == "preference") != (first.format == "preference"):
@@ -224,12 +229,9 @@ class DataConfig(FrozenModel):
                     f"{where} ({source.place!r}) has columns {source.columns}, but sources.0 has {first.columns}: an "
                     "objective is given the same of each example. Give all the same, or none"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _held_out_from_somewhere(self) -> DataConfig:
-        streamed = all(source.streaming for source in self.training_sources())
-        if streamed and self.eval_fraction > 0:
+    def _check_held_out(self) -> None:
+        if self.eval_fraction > 0 and all(source.streaming for source in self.training_sources()):
             raise ValueError(
                 f"eval_fraction={self.eval_fraction} holds out nothing of a source that is read while training "
                 "(streaming: true). Set eval_fraction: 0, and name eval_sets"
@@ -245,10 +247,8 @@ class DataConfig(FrozenModel):
                 if source.streaming or source.weight is not None:
                     option = "streaming" if source.streaming else "weight"
                     raise ValueError(f"eval_sets.{name}: {option} has no use in a set to evaluate on. Leave it out")
-        return self
 
-    @model_validator(mode="after")
-    def _packing_fits(self) -> DataConfig:
+    def _check_packing(self) -> None:
         formats = {source.format for _, source in self._all_sources()}
         packing, answers = self.packing_kind(), formats - {"text", "tokens"}
         if packing == "stream" and answers:
@@ -271,22 +271,6 @@ class DataConfig(FrozenModel):
         for name, value, plain in (("loss_on", self.loss_on, "answers"), ("chat_template", self.chat_template, None)):
             if value != plain and not answers:
                 raise ValueError(f"{name} has no use: all sources are {' or '.join(sorted(formats))}. Leave it out")
-        return self
-
-    def _all_sources(self) -> Iterator[tuple[str, SourceConfig]]:
-        for number, source in enumerate(self.training_sources()):
-            yield f"sources.{number}", source
-        for name, sources in self.evaluation_sources().items():
-            yield from ((f"eval_sets.{name}", source) for source in sources)
-
-    @model_validator(mode="after")
-    def _vocab_size_has_a_use(self) -> DataConfig:
-        if self.tokenizer is not None and self.vocab_size != DEFAULT_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size={self.vocab_size} is the size of a trained tokenizer, but tokenizer={self.tokenizer!r} "
-                "is loaded as it is; leave one of the two out"
-            )
-        return self
 
 
 def _named(place: str | list[str]) -> str | list[str]:

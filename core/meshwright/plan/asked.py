@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.rows.order import check_batch_size
+from ..data.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.stack import Stack, resolve
 from ..train.run.run_file import RunConfig, read_values

@@ -31,9 +31,8 @@ def show(
 ) -> None:
     """Show what the time of profiled steps went to: parts, communication, operators, memory."""
     with told(traceback=False):
-        from .load import load_summary
         from .show import shown
-        from .summary import as_values
+        from .summary import as_values, load_summary
 
         summary = load_summary(profile, rank=rank)
         _tell(shown(summary, rows=rows), as_values(summary), json_file, svg_file, title=f"profile show {profile}")
@@ -49,9 +48,9 @@ def compare(
 ) -> None:
     """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
     with told(traceback=False):
-        from .compare import compare as compared_of
-        from .load import load_summary
+        from .show import compare as compared_of
         from .show import compared
+        from .summary import load_summary
 
         first, second = (load_summary(path, rank=rank) for path in (before, after))
         comparison = compared_of(first, second, (str(before), str(after)))

@@ -1,7 +1,9 @@
-"""Section `profile` of the run file. No torch in this module."""
+"""Section `profile` of the run file, and names of the files that profiles leave. No torch in this module."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -9,6 +11,8 @@ from pydantic import Field, field_validator
 from ..base.errors import ConfigError
 from ..base.validation import FrozenModel
 from ..mesh.sizes import Size
+
+DIRECTORY, FAULTS = "profile", "faults"
 
 Window = Annotated[list[Size], Field(min_length=2, max_length=2)]
 """First and last step, from 1, both included."""
@@ -59,12 +63,10 @@ class ProfileConfig(FrozenModel):
         return _windows(self.steps)
 
     def takes(self, rank: int) -> bool:
-        """Whether a rank is profiled."""
         return self.ranks == "all" or rank in self.ranks
 
     @property
     def teller(self) -> int:
-        """The rank that summarizes the window."""
         return 0 if self.ranks == "all" else min(int(rank) for rank in self.ranks)
 
 
@@ -74,11 +76,6 @@ def _windows(steps: list[int] | list[list[int]]) -> list[tuple[int, int]]:
 
 
 def check_profile(config: ProfileConfig | None, *, steps: int, world_size: int) -> None:
-    """Refuse windows and ranks that a run has not.
-
-    Raises:
-        ConfigError: a window ends behind the last step, or a rank is beyond the world.
-    """
     if config is None:
         return
     beyond = [f"[{first}, {last}]" for first, last in config.windows if last > steps]
@@ -92,3 +89,24 @@ def check_profile(config: ProfileConfig | None, *, steps: int, world_size: int) 
             f"profile.ranks={config.ranks} names a rank that is not there: {world_size} ranks run, 0 to "
             f"{world_size - 1}."
         )
+
+
+def file_name(rank: int, window: tuple[int, int], windows: Sequence[tuple[int, int]], ending: str) -> str:
+    """Return the name of a rank's file of one window, which is in it where there are several."""
+    return f"rank-{rank:05}{suffix(window, windows)}{ending}"
+
+
+def suffix(window: tuple[int, int], windows: Sequence[tuple[int, int]]) -> str:
+    return "" if len(windows) == 1 else f"-steps-{window[0]}-{window[1]}"
+
+
+def traces_in(directory: Path) -> list[Path]:
+    """Return the traces of a run directory, or of its directory of profiles, by rank and window."""
+    for place in (directory / DIRECTORY, directory):
+        found = sorted(place.glob("rank-*.json.gz"))
+        if found:
+            return found
+    raise ConfigError(
+        f"{directory} holds no profile: there is no {DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, "
+        f"such as --set profile.steps=[4,6], and run it."
+    )

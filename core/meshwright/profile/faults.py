@@ -1,4 +1,4 @@
-"""What a rank leaves behind when an error ends its run: its last collectives, and where its threads were."""
+"""Files that a rank leaves when an error ends its run: its last collectives, and where its threads were."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from .._compat.profiling import flight_records
 from ..events.run import Fault
 from ..files.writing import write_whole, written_whole
 from ..strategy.hooks import hookimpl
-from .files import FAULTS
+from .config import FAULTS
 
 
 class FaultFiles:
-    """An observer of a rank's own fault; until then it does nothing.
+    """An observer that writes files to output_dir/faults when this rank fails.
 
-    In output_dir/faults are then, of each rank that fails:
         rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
                                   sizes, when begun, and whether they are over ("retired")
         rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
@@ -40,32 +39,28 @@ class FaultFiles:
         self.write(fault)
 
     def write(self, fault: Fault, *, cpp_stacks: bool = True) -> dict[str, tuple[int, int, int]]:
-        """Leave them behind.
+        """Write the files, and count the collectives that this rank has enqueued, started and completed, by group.
 
-        Args:
-            cpp_stacks: whether torch looks up where its collectives were called, which takes seconds.
-
-        Returns:
-            How many collectives of each process group this rank has enqueued, has seen begin and has seen end.
+        `cpp_stacks`: whether torch looks up where its collectives were called, which takes seconds.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         with written_whole(self.stacks) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        told = {}
+        records = {}
         for backend, as_json, as_pickle in flight_records(with_stacks=cpp_stacks):
             write_whole(self._directory / f"{self._name}-{backend}.pickle", as_pickle)
-            told[backend] = json.loads(as_json)
-        text = json.dumps({"fault": asdict(fault), "collectives": told}, indent=1) + "\n"
+            records[backend] = json.loads(as_json)
+        text = json.dumps({"fault": asdict(fault), "collectives": records}, indent=1) + "\n"
         write_whole(self._directory / f"{self._name}.json", text)
-        return {group: counts for record in told.values() for group, counts in _counts(record).items()}
+        return {group: counts for record in records.values() for group, counts in _counts(record).items()}
 
 
 def _counts(record: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """By the name of a group, which is the same on all of its ranks; where the record names it."""
+    """Count by the name of a group, which is the same on all of its ranks, where the record has it."""
     names = {str(entry["pg_id"]): entry["process_group"][0] for entry in record.get("entries", ())}
-    kinds = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
+    enqueued, started, completed = (f"last_{each}_collective" for each in ("enqueued", "started", "completed"))
     return {
-        names[number]: (int(status[kinds[0]]), int(status[kinds[1]]), int(status[kinds[2]]))
+        names[number]: (int(status[enqueued]), int(status[started]), int(status[completed]))
         for number, status in record.get("pg_status", {}).items()
         if number in names
     }

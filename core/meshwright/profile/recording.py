@@ -1,8 +1,4 @@
-"""Record chosen steps of a rank, and leave behind traces, memory, and what they come to.
-
-A profiler runs from the beginning of a window's first step to the end of its last, so that it sees what happens between
-them, too. Before and after, a step is surrounded by nothing. Source: torch.profiler.
-"""
+"""Profile chosen steps of a rank, and measure exposed communication in some others. Source: torch.profiler."""
 
 from __future__ import annotations
 
@@ -18,30 +14,40 @@ import torch
 from rich.console import RenderableType
 from torch.profiler import ProfilerActivity, profile
 
-from .._compat.profiling import dump_memory_snapshot, quieten_kineto, record_memory_history
+from .._compat.profiling import (
+    dump_memory_snapshot,
+    is_profiled,
+    marked,
+    quieten_kineto,
+    record_memory_history,
+    seen_by,
+)
+from ..events.step import MARK
 from ..files.terminal import new_console, warn
 from ..files.writing import fresh, write_whole
-from .config import ProfileConfig
-from .files import DIRECTORY, memory_name, snapshot_name, suffix, trace_name
-from .marks import marked
-from .memory import timeline
+from .activity import exposed_communication
+from .config import DIRECTORY, ProfileConfig, file_name, suffix
 from .show import shown
-from .summary import as_values, summarized
-from .trace import ABOUT, Trace, read_trace
+from .summary import as_values, summarized, timeline
+from .trace import ABOUT, Span, read_trace
 
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""What surrounds a step that nobody looks at."""
+"""The context of a step that is not profiled."""
+FIRST = 3
+"""The first step that is measured, counted from 0 in an attempt: those before warm up, and the third is compared with
+its plan, which slows it down."""
+TIME = "exposed_communication"
+"""The key in `StepResult.times`."""
+_NANO = 1e-9
 
 
 def activities(device: torch.device, *, with_host: bool = True) -> list[ProfilerActivity]:
-    """What a profiler looks at on a device."""
     on_device = [] if device.type == "cpu" else [getattr(ProfilerActivity, device.type.upper())]
     return [*([ProfilerActivity.CPU] if with_host or not on_device else []), *on_device]
 
 
 def warm_up(device: torch.device) -> None:
-    """Start a profiler and stop it: the first of a process takes a second to start, for which other ranks would wait
-    in the midst of a step."""
+    """Start and stop a profiler: the first one of a process takes a second, for which other ranks would wait."""
     quieten_kineto()
     with profile(activities=activities(device)):
         pass
@@ -50,11 +56,14 @@ def warm_up(device: torch.device) -> None:
 class Recorder:
     """Profiles the windows of one rank; a context manager, which ends a window that an error has cut short.
 
+    A profiler runs from the beginning of a window's first step to the end of its last, so that it sees what happens
+    between them, too.
+
     Args:
         config: of the run; this rank is one that it names.
         directory: of the run.
-        about: what the traces say of themselves; values of JSON.
-        start: steps that were done before this sitting.
+        about: metadata of the traces; values of JSON.
+        start: steps that were done before this attempt.
         say: shows a summary to a person.
     """
 
@@ -82,11 +91,9 @@ class Recorder:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._running is not None:
-            self._end()
+        self._end()
 
     def around(self, index: int) -> AbstractContextManager[None]:
-        """What a step happens within, counted from 0 in this sitting; see `Loop.around`."""
         step = self._start + index + 1
         window = next((each for each in self._config.windows if each[0] <= step <= each[1]), None)
         return NOTHING if window is None else self._seeing(step, window)
@@ -94,25 +101,22 @@ class Recorder:
     @contextmanager
     def _seeing(self, step: int, window: tuple[int, int]) -> Iterator[None]:
         if self._running is None:
-            self._begin(window)
-        with marked(f"step {step}"):
+            config = self._config
+            if config.memory and self._device.type == "cuda":
+                record_memory_history(True)
+            profiler = profile(
+                activities=activities(self._device),
+                record_shapes=config.record_shapes,
+                profile_memory=config.memory,
+                with_stack=config.with_stack,
+            )
+            profiler.start()
+            self._running = profiler, window
+        with marked(f"{MARK}step {step}"):
             yield
         self._last = step
         if step == window[1]:
             self._end()
-
-    def _begin(self, window: tuple[int, int]) -> None:
-        config = self._config
-        if config.memory and self._device.type == "cuda":
-            record_memory_history(True)
-        profiler = profile(
-            activities=activities(self._device),
-            record_shapes=config.record_shapes,
-            profile_memory=config.memory,
-            with_stack=config.with_stack,
-        )
-        profiler.start()
-        self._running = profiler, window
 
     def _end(self) -> None:
         if self._running is None:
@@ -123,36 +127,73 @@ class Recorder:
         profiler.stop()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._write(profiler, suffix(window, self._config.windows))
+            self._write(profiler, window)
         except OSError as error:
             warn(
                 f"the profile cannot be written to {self._directory}: {error}. The run goes on without it.",
                 stacklevel=2,
             )
 
-    def _write(self, profiler: profile, suffix: str) -> None:
-        path, config = self._directory / trace_name(self._rank, suffix), self._config
-        # A trace that is there is whole. torch packs what ends in .gz.
+    def _write(self, profiler: profile, window: tuple[int, int]) -> None:
+        config = self._config
+
+        def path_of(ending: str) -> Path:
+            return self._directory / file_name(self._rank, window, config.windows, ending)
+
+        # Renamed when it is complete. torch packs what ends in .gz.
+        path = path_of(".json.gz")
         new = fresh(path.with_name(f".{path.name}"))
         profiler.export_chrome_trace(str(new))
         new.replace(path)
         if config.memory and self._device.type == "cuda":
-            dump_memory_snapshot(fresh(self._directory / snapshot_name(self._rank, suffix)))
+            dump_memory_snapshot(fresh(path_of("-memory.pickle")))
             record_memory_history(False)
         if not config.memory and self._rank != config.teller:
             return
         trace = read_trace(path)
         if config.memory:
-            text = json.dumps(timeline(trace)) + "\n"
-            write_whole(self._directory / memory_name(self._rank, suffix), text)
+            write_whole(path_of("-memory.json"), json.dumps(timeline(trace)) + "\n")
         if self._rank == config.teller:
-            self._tell(trace, suffix)
+            summary, text = summarized(trace), StringIO()
+            new_console(file=text, width=120).print(shown(summary))
+            name = f"summary{suffix(window, config.windows)}"
+            write_whole(self._directory / f"{name}.json", json.dumps(as_values(summary), indent=1) + "\n")
+            write_whole(self._directory / f"{name}.txt", text.getvalue())
+            self._say(shown(summary))
 
-    def _tell(self, trace: Trace, suffix: str) -> None:
-        summary = summarized(trace)
-        values = json.dumps(as_values(summary), indent=1) + "\n"
-        write_whole(self._directory / f"summary{suffix}.json", values)
-        text = StringIO()
-        new_console(file=text, width=120).print(shown(summary))
-        write_whole(self._directory / f"summary{suffix}.txt", text.getvalue())
-        self._say(shown(summary))
+
+class Sampler:
+    """Measures exposed communication in every `every`-th step, by a profiler without stacks, shapes and memory."""
+
+    def __init__(self, every: int, device: torch.device) -> None:
+        self._every, self._device = every, device
+        self._measured: dict[str, float] = {}
+        warm_up(device)
+
+    def around(self, index: int) -> AbstractContextManager[None]:
+        is_due = index >= FIRST and (index - FIRST) % self._every == 0
+        return self._measuring() if is_due else NOTHING
+
+    def measured(self) -> dict[str, float]:
+        found, self._measured = self._measured, {}
+        return found
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        if is_profiled():
+            # By the section `profile`, or by the user: a process can have one profiler.
+            yield
+            return
+        with profile(activities=activities(self._device, with_host=False)) as profiler, marked(f"{MARK}step 0"):
+            yield
+        self._measured = {TIME: exposed_communication(spans_of(profiler))}
+
+
+def spans_of(profiler: profile) -> list[Span]:
+    events = list(seen_by(profiler))
+    # Seconds since 1970 would lose fractions of microseconds.
+    first = min((start for _, _, start, _, _ in events), default=0)
+    return [
+        Span(name, kind, (start - first) * _NANO, (end - first) * _NANO, thread)
+        for name, kind, start, end, thread in events
+    ]

@@ -4,33 +4,90 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..base.errors import ConfigError
+from ..events.step import MARK, WAIT
 from ..files.parsing import open_regular
-from .spans import Span
 
+OPERATOR, ANNOTATION, KERNEL = "cpu_op", "user_annotation", "kernel"
+"""Kinds of spans, as Kineto's categories."""
+ON_DEVICE = (KERNEL, "gpu_memcpy", "gpu_memset")
+"""Kinds of an accelerator's work."""
 MAX_BYTES = 1 << 30
 """Of a trace, unpacked: reading it takes some ten times as much memory."""
 ABOUT = "meshwright"
-"""Under which key of a trace it says what run, rank and steps it is of."""
+"""The key of a trace that says what run, rank and steps it is of."""
+
+_STEP = re.compile(rf"(?:{MARK}step |ProfilerStep#)(\d+)$")
+_SENDS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+"""Operators that issue communication, or wait for it."""
+_WRAPPERS = ("autograd::", "torch::autograd::", "profiler::")
+"""Operators that do nothing themselves, and may wait for something within."""
+_COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 _MICRO = 1e-6
 _ASK = "Give a run directory, its directory `profile`, or a file rank-*.json.gz in it."
 
 
-@dataclass(frozen=True)
-class MemoryChange:
-    """Memory that was taken (bytes above 0) or given back.
+class Span(NamedTuple):
+    """One event with a duration; a tuple, since a step has thousands.
 
     Attributes:
-        at: seconds, on the clock of the spans.
-        total: bytes that were held after it and had been taken since the profile began; of an accelerator, all.
-        is_on_device: whether it is an accelerator's memory.
+        kind: Kineto's category: an operator, an annotation (`record_function`), a kernel, ...
+        start, end: seconds since any moment, the same of all spans.
+        thread: where it ran; of an accelerator, its stream.
+        operator: number of the operator that it is, or that has launched it; 0: none is known.
     """
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    thread: int | str = 0
+    operator: int = 0
+    details: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether it is a message under way: a kernel of NCCL, a collective of gloo, or a wait for other ranks."""
+        if self.kind == KERNEL:
+            return self.name.startswith("nccl")
+        return self.kind == ANNOTATION and (self.name.startswith("gloo:") or self.name == WAIT)
+
+    @property
+    def sends(self) -> bool:
+        return self.kind == OPERATOR and self.name.startswith(_SENDS)
+
+    @property
+    def computes(self) -> bool:
+        if self.kind not in (OPERATOR, ANNOTATION):
+            return False
+        if self.name.startswith(_COMPILED):
+            return True
+        return self.kind == OPERATOR and "::" in self.name and not self.name.startswith((*_SENDS, *_WRAPPERS))
+
+    @property
+    def step(self) -> int | None:
+        found = _STEP.match(self.name) if self.kind == ANNOTATION else None
+        return int(found[1]) if found else None
+
+    @property
+    def part(self) -> str | None:
+        is_mark = self.kind == ANNOTATION and self.name.startswith(MARK)
+        if not is_mark or self.name == WAIT or self.step is not None:
+            return None
+        return self.name.removeprefix(MARK)
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """Bytes that were allocated (above 0) or freed at a moment [s], and the total that is held after it."""
 
     at: float
     bytes: int
@@ -41,12 +98,7 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank's profiler has seen.
-
-    Attributes:
-        about: what the run has said of itself; empty where another program has written the trace.
-        memory: in the order of time; empty where it was not asked for.
-    """
+    """What one rank's profiler has recorded; `about` is metadata of the run, empty in traces of other programs."""
 
     path: Path
     spans: Sequence[Span]
@@ -55,11 +107,6 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no trace.
-    """
     value = read_json(path)
     events = value.get("traceEvents") if isinstance(value, dict) else None
     if not isinstance(events, list):
@@ -80,11 +127,6 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file, gzipped or not.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
     try:
         with open_regular(path) as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"

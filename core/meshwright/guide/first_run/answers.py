@@ -14,8 +14,8 @@ from ...base.errors import ConfigError, DataError, ModelError, nearest
 from ...base.processes import usable_cores
 from ...base.validation import validated
 from ...data.config import STDLIB, SourceConfig
-from ...data.reading.opening import kind_of
-from ...data.reading.sources import find_source
+from ...data.files import kind_of
+from ...data.sources import find_source
 from ...files.parsing import open_regular, parse_json, read_json_object
 from ...strategy.registry import Registry
 

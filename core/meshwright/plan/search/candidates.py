@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from ...base.errors import MeshwrightError
 from ...base.validation import as_data, validated
-from ...data.rows.order import check_batch_size
+from ...data.order import check_batch_size
 from ...mesh.sizes import ROOT_AXES, Degrees, MeshSizes
 from ...model.size import ModelSize
 from ...strategy.registry import get_registry

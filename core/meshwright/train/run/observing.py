@@ -16,8 +16,7 @@ from ...events.run import RunInfo
 from ...events.step import StepResult
 from ...mesh.mesh import Mesh
 from ...profile.faults import FaultFiles
-from ...profile.recording import Recorder
-from ...profile.sampling import Sampler
+from ...profile.recording import Recorder, Sampler
 from ...strategy.contract import StrategyManager
 from ...strategy.registry import get_registry
 from ..loop.extension import Around, Flops, LoopExtension

@@ -27,7 +27,7 @@ from ...data import (
     load_tokenizer,
     prepare,
 )
-from ...data.encoding.chat_template import read_chat_template
+from ...data.chat_template import read_chat_template
 from ...launch.open_world import find_device, missing_driver
 from ...mesh.mesh import Mesh
 from ...mesh.sizes import Degrees

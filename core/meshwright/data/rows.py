@@ -1,7 +1,7 @@
 """From documents to rows of tokens, as a model takes them.
 
-Of three kinds: a stream that is cut anywhere, documents that share a row and are kept apart, and documents in rows of
-their own, with padding behind them.
+There are three kinds: a stream that is cut anywhere, documents that share a row and are kept apart, and documents in
+rows of their own, with padding behind them.
 
 [Note: kept apart] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
 [Note: packed documents] in `step.batch`. The first token of a document is predicted from nothing and is not learnt.
@@ -22,25 +22,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...base.errors import ConfigError, DataError
-from ...base.types import IGNORED_LABEL
-from ..config import Packing
-from ..documents import Documents
-from .best_fit import best_fit, cached_best_fit
-from .layout import Layout, bounds, ranges
+from ..base.errors import ConfigError, DataError
+from ..base.types import IGNORED_LABEL
+from .config import Packing
+from .documents import Documents
+from .packing import best_fit, cached_best_fit
 
 if TYPE_CHECKING:
-    from ...base.types import Batch
+    from ..base.types import Batch
+
+FILL = 0
+"""The token of padding; nothing sees it, and any vocabulary has it."""
 
 
 class Rows(ABC):
     """Rows that can be read by their numbers.
 
     Attributes:
-        seq_len: tokens of a row at most.
-        group: so many rows, one behind the other, belong together.
-        columns: of a batch, beside the tokens: name to dtype, int64 or float64, and whether it has a value for each
-            token, (B, S), or one for each row, (B,).
+        group: this many consecutive rows belong together.
+        columns: name to dtype, int64 or float64, and whether a batch has a value a token, (B, S), or a row, (B,).
     """
 
     seq_len: int
@@ -49,24 +49,17 @@ class Rows(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many there are; a multiple of `group`."""
+        """Return how many there are, a multiple of `group`."""
 
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
-        """Tokens of some rows, without padding: (B,), int64; None where all have `seq_len`."""
+        """Return the tokens of some rows, without padding: (B,), int64; None where all have `seq_len`."""
         return None
 
     def take(self, indices: Sequence[int] | np.ndarray, length: int | None = None) -> Batch:
-        """Read the rows at `indices`, in their order; an index may come twice.
+        """Read the rows at `indices`, in their order; `length`: S, at least their longest; None: `seq_len`.
 
-        Args:
-            length: S, at least their longest; None: `seq_len`.
-
-        Returns:
-            `input_ids` and `labels`, int64, (B, S), CPU, and `columns`; `position_ids` where documents share a row,
-            `attention_mask` where padding is to be masked.
-
-        Raises:
-            IndexError: an index lies outside [0, len).
+        Returns `input_ids` and `labels`, int64, (B, S), CPU, and `columns`; `position_ids` where documents share a row,
+        `attention_mask` where padding is to be masked.
         """
         import torch
 
@@ -79,26 +72,20 @@ class Rows(ABC):
 
     @abstractmethod
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
-        """What `take` returns."""
+        """Return what `take` does, as arrays."""
 
 
 class StreamRows(Rows):
     """A stream of tokens, cut into rows of one length; the tail that does not fill one is left out."""
 
     def __init__(self, documents: Documents, seq_len: int) -> None:
-        """Cut the documents' tokens, without copying them.
-
-        Raises:
-            ValueError: the tokens are no stream of integers, or `seq_len` is below 1.
-        """
         tokens = documents.tokens
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens must be one row of integers, not {tokens.dtype} of shape {tokens.shape}")
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, not {seq_len}")
-        self.seq_len = seq_len
+        self.seq_len, self.documents = seq_len, documents
         self.columns = _columns(documents, in_rows=False)
-        self.documents = documents
         self._count = len(tokens) // seq_len
 
     def __len__(self) -> int:
@@ -127,33 +114,26 @@ class StreamRows(Rows):
 
 
 class PackedRows(Rows):
-    """Several documents in a row, whole and kept apart; see [Note: kept apart]."""
+    """Several documents in a row, complete and kept apart; see [Note: kept apart]."""
 
     def __init__(self, documents: Documents, seq_len: int, *, cache: Path | None = None) -> None:
-        """Decide which documents share a row.
-
-        Args:
-            cache: where that is kept, in a file that processes share; None: in memory.
-
-        Raises:
-            DataError: a document is longer than `seq_len`.
-        """
+        """Decide which documents share a row; `cache` keeps that in files that processes share."""
         self.seq_len = seq_len
         self.columns = _columns(documents, in_rows=False)
         self._documents = documents
         ends = documents.ends
-        self.packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
+        self._packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
 
     def __len__(self) -> int:
-        return len(self.packing)
+        return len(self._packing)
 
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         if length != self.seq_len:
             raise ValueError(f"packed rows have {self.seq_len} tokens, not {length}")
-        starts, stops = bounds(self.packing.ends, rows)
+        starts, stops = _bounds(self._packing.ends, rows)
         held = stops - starts
-        members = self.packing.documents[ranges(starts, held)].astype(np.int64)
-        layout = Layout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
+        members = self._packing.documents[_ranges(starts, held)].astype(np.int64)
+        layout = _Layout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
         found = layout.tokens()
         # Padding counts from its own beginning.
         positions = np.tile(np.arange(length), (len(rows), 1)) - layout.used[:, None]
@@ -165,14 +145,7 @@ class PaddedRows(Rows):
     """Each document in a row of its own, and padding behind it; see [Note: padding without a mask]."""
 
     def __init__(self, documents: Documents, seq_len: int, *, masks: bool = False) -> None:
-        """Take the documents as they are.
-
-        Args:
-            masks: give an attention mask, for models in which padding changes something.
-
-        Raises:
-            DataError: a document is longer than `seq_len`.
-        """
+        """Take the documents as they are; `masks` adds an attention mask, for models in which padding matters."""
         longest = int(documents.lengths().max(initial=0))
         if longest > seq_len:
             raise DataError(f"a document has {longest} tokens, more than seq_len={seq_len}.")
@@ -184,11 +157,11 @@ class PaddedRows(Rows):
         return len(self._documents) // self.group * self.group
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        starts, ends = bounds(self._documents.ends, indices)
+        starts, ends = _bounds(self._documents.ends, indices)
         return ends - starts
 
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
-        layout = Layout(self._documents, rows, np.arange(len(rows)), len(rows), length)
+        layout = _Layout(self._documents, rows, np.arange(len(rows)), len(rows), length)
         found = layout.tokens()
         if self._masks:
             mask = np.zeros((len(rows), length), np.int64)
@@ -198,29 +171,21 @@ class PaddedRows(Rows):
 
 
 class JoinedRows(Rows):
-    """Rows of several sources, one source behind the other."""
-
     def __init__(self, parts: Sequence[Rows]) -> None:
-        """Join at least one.
-
-        Raises:
-            DataError: they cannot be in one batch.
-        """
+        """Join at least one; raise DataError where they cannot be in one batch."""
         first = parts[0]
         self.seq_len, self.group = first.seq_len, first.group
         self._parts = tuple(parts)
         self.starts = np.cumsum([0, *map(len, parts)])
+        by_token = {name: each for name, (_, each) in first.columns.items()}
         for part in parts[1:]:
-            if part.group != self.group or {n: t for n, (_, t) in part.columns.items()} != {
-                n: t for n, (_, t) in first.columns.items()
-            }:
+            if part.group != self.group or {name: each for name, (_, each) in part.columns.items()} != by_token:
                 raise DataError(
                     f"sources do not go together: one has the columns {sorted(first.columns)} and rows {self.group} by "
                     f"{self.group}, another {sorted(part.columns)} and {part.group} by {part.group}."
                 )
         self.columns = {
-            name: (np.result_type(*(part.columns[name][0] for part in parts)), by_token)
-            for name, (_, by_token) in first.columns.items()
+            name: (np.result_type(*(part.columns[name][0] for part in parts)), each) for name, each in by_token.items()
         }
 
     def __len__(self) -> int:
@@ -246,7 +211,7 @@ class JoinedRows(Rows):
         return found
 
     def _shares(self, indices: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
-        """Each part that has some of the rows, which of `indices` these are, and their numbers in it."""
+        """Return each part that has some of the rows, which of `indices` these are, and their numbers in it."""
         which = np.searchsorted(self.starts, indices, side="right") - 1
         chosen = [(number, np.flatnonzero(which == number)) for number in np.unique(which)]
         return [(self._parts[number], at, indices[at] - self.starts[number]) for number, at in chosen]
@@ -261,16 +226,7 @@ def make_rows(
     masks: bool = False,
     dtypes: Mapping[str, np.dtype] | None = None,
 ) -> Rows:
-    """Rows of a kind; see `DataConfig.packing`.
-
-    Args:
-        cache: see `PackedRows`.
-        masks: see `PaddedRows`.
-        dtypes: of columns, where other documents have more to say of them.
-
-    Raises:
-        ConfigError, DataError: the documents cannot be laid out so.
-    """
+    """Make rows of a kind, see `DataConfig.packing`; `dtypes` of columns where other documents need a wider one."""
     if kind != "none" and documents.group != 1:
         raise ConfigError(
             f"packing={kind} would part the answers of a preference. Set data.packing=none, or leave it out."
@@ -287,11 +243,7 @@ def make_rows(
 
 
 def _columns(documents: Documents, *, in_rows: bool) -> dict[str, tuple[np.dtype, bool]]:
-    """See `Rows.columns`.
-
-    Args:
-        in_rows: whether a row is a document, and has its values.
-    """
+    """Return `Rows.columns`; `in_rows`: a row is a document, and has its values."""
     return {
         name: (
             np.dtype(np.float64 if column.dtype.kind == "f" else np.int64),
@@ -299,3 +251,57 @@ def _columns(documents: Documents, *, in_rows: bool) -> dict[str, tuple[np.dtype
         )
         for name, column in documents.columns.items()
     }
+
+
+class _Layout:
+    """Where tokens go in a batch: `at` (row, column), `places` in their documents, `used` tokens of each row."""
+
+    def __init__(self, documents: Documents, members: np.ndarray, rows: np.ndarray, count: int, length: int) -> None:
+        """Lay out the documents `members`, in the rows `rows`, which rise, of a batch of (count, length)."""
+        starts, ends = _bounds(documents.ends, members)
+        lengths = ends - starts
+        self.used = np.bincount(rows, lengths, count).astype(np.int64)
+        if self.used.max(initial=0) > length:
+            raise ValueError(f"a row has {self.used.max()} tokens, more than {length}")
+        self._documents, self._members, self._shape = documents, members, (count, length)
+        self._source = _ranges(starts, lengths)
+        self._of = np.repeat(np.arange(len(members)), lengths)
+        self._rows = rows
+        behind = np.cumsum(lengths) - lengths
+        self.places = np.arange(len(self._of)) - behind[self._of]
+        token_rows = rows[self._of]
+        self.at = (token_rows, np.arange(len(self._of)) - (np.cumsum(self.used) - self.used)[token_rows])
+
+    def tokens(self) -> dict[str, np.ndarray]:
+        found = self._documents.tokens[self._source].astype(np.int64)
+        input_ids = np.full(self._shape, FILL, np.int64)
+        input_ids[self.at] = found
+        labels = np.full(self._shape, IGNORED_LABEL, np.int64)
+        learnt = self.places > 0
+        if self._documents.labelled is not None:
+            learnt &= self._documents.labelled[self._source]
+        labels[self.at] = np.where(learnt, found, IGNORED_LABEL)
+        return {"input_ids": input_ids, "labels": labels}
+
+    def columns(self, columns: dict[str, tuple[np.dtype, bool]]) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for name, (dtype, by_token) in columns.items():
+            column = self._documents.columns[name]
+            found[name] = np.zeros(self._shape if by_token else self._shape[:1], dtype)
+            if not by_token:
+                found[name][self._rows] = column[self._members]
+            elif len(column) == len(self._documents.tokens):
+                found[name][self.at] = column[self._source]
+            else:
+                found[name][self.at] = column[self._members][self._of]
+        return found
+
+
+def _bounds(ends: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where some of consecutive items begin and end, given all ends."""
+    return np.where(indices > 0, ends[indices - 1], 0), np.asarray(ends[indices])
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    behind = np.cumsum(counts) - counts
+    return np.repeat(starts - behind, counts) + np.arange(int(counts.sum()))

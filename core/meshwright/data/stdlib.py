@@ -1,6 +1,6 @@
-"""Conversations made of the running Python: what is asked is a name of its library, what is answered its docstring.
+"""Conversations about the standard library of the running Python: a question asks for a name, its docstring answers.
 
-Nothing is drawn at random: the wording of a question hangs on the name alone. Modules are parsed, not imported.
+Nothing is random: the wording of a question depends only on the name. Modules are parsed, not imported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import Format
+from .config import Format
 
 _TOPICS = "pydoc_data.topics"
-"""The part of the language's reference that comes with every Python: texts by topic."""
+"""The module that holds the language reference as texts by topic."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
 _LEAST, _ENOUGH, _MOST = 12, 80, 600
-"""Characters of an answer: shorter ones say nothing; with as many it is whole; a further paragraph is not added."""
+"""Characters of an answer: shorter ones are dropped, paragraphs are added up to `_ENOUGH` and never beyond `_MOST`."""
 
 _QUESTIONS: dict[str, tuple[str, ...]] = {
     "function": (
@@ -54,27 +54,17 @@ class _Entry:
 
 
 def library_records(source: str, path: Path, source_format: Format) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield questions about what a source of Python's library defines, and the answers.
-
-    Args:
-        source: its text.
-        path: of it, absolute.
-        source_format: `messages` or `prompt_completion`.
-
-    Yields:
-        The fields of each, and where it comes from ("posixpath.py:71").
-    """
+    """Yield questions about the names of a module of the library, with answers, and where each comes from."""
     relative = path.relative_to(sysconfig.get_paths()["stdlib"])
     for entry in _entries(source, _module_name(relative)):
         answer = _answer(entry.text)
         if answer:
-            yield _fields(_question(entry), answer, source_format), f"{relative}:{entry.line}"
-
-
-def _fields(question: str, answer: str, source_format: Format) -> dict[str, Any]:
-    if source_format == "prompt_completion":
-        return {"prompt": f"{question}\n", "completion": answer}
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            question, where = _question(entry), f"{relative}:{entry.line}"
+            if source_format == "prompt_completion":
+                yield {"prompt": f"{question}\n", "completion": answer}, where
+            else:
+                turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                yield {"messages": turns}, where
 
 
 def _module_name(relative: Path) -> str:
@@ -84,42 +74,39 @@ def _module_name(relative: Path) -> str:
 
 
 def _entries(source: str, module: str) -> Iterator[_Entry]:
-    """What has a docstring, in the order of its lines; nothing of a private module, class or function."""
+    """Yield what has a docstring, in order, without private modules, classes and functions."""
     if any(part.startswith("_") for part in module.split(".")):
         return
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return  # a few sources are there to be refused by the parser
+        return  # a few sources of the library do not parse, on purpose
     if module == _TOPICS:
         yield from _topics(tree)
         return
-    text = ast.get_docstring(tree)
-    if text:
+    if text := ast.get_docstring(tree):
         yield _Entry(module, "module", 1, text)
     yield from _definitions(tree.body, module)
-
-
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> str:
-    written = f"({ast.unparse(node.args)})"
-    return re.sub(r"\A\((self|cls)(, (/, )?)?", "(", written) if is_method else written
 
 
 def _definitions(body: list[ast.stmt], prefix: str, is_method: bool = False) -> Iterator[_Entry]:
     seen = set()
     for node in body:
-        # A name that is defined twice is mostly so for several platforms.
+        # A second definition of a name is mostly for another platform.
         if not isinstance(node, Definition) or node.name.startswith("_") or node.name in seen:
             continue
         seen.add(node.name)
         name = f"{prefix}.{node.name}"
         text = ast.get_docstring(node)
-        is_class = isinstance(node, ast.ClassDef)
-        if text:
-            signature = "" if isinstance(node, ast.ClassDef) else _signature(node, is_method)
-            yield _Entry(name, "class" if is_class else "function", node.lineno, text, signature)
-        if is_class:
+        if isinstance(node, ast.ClassDef):
+            if text:
+                yield _Entry(name, "class", node.lineno, text)
             yield from _definitions(node.body, name, is_method=True)
+        elif text:
+            signature = f"({ast.unparse(node.args)})"
+            if is_method:
+                signature = re.sub(r"\A\((self|cls)(, (/, )?)?", "(", signature)
+            yield _Entry(name, "function", node.lineno, text, signature)
 
 
 def _topics(tree: ast.Module) -> Iterator[_Entry]:
@@ -139,7 +126,7 @@ def _question(entry: _Entry) -> str:
 
 
 def _answer(text: str) -> str:
-    """The first paragraph of a docstring, and more if it is short; none of its examples."""
+    """Return the first paragraph of a docstring, and more if it is short, without examples."""
     kept: list[str] = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         if re.search(r"\n([=*~-])\1+$", paragraph) or paragraph.startswith(("New in ", "Changed in ")):

@@ -1,9 +1,9 @@
-"""Which documents share a row: best-fit decreasing, by counts of lengths.
+"""Decide which documents share a row: best-fit decreasing, by counts of lengths.
 
 [Note: counts of lengths] Longest first, each document goes into the row with the least room that it fits into. Of
 documents of one length the next one fits best into the row that the last one went into, as long as it fits there; so
 rows of equal room are filled together. What is left of their room then is less than the length and less than half of
-what it was, so there are at most S log S such takings, however many documents there are.
+what it was, so there are at most S log S such steps, however many documents there are.
 
 Source: Johnson 1974, doi:10.1137/0203025 (best-fit decreasing needs at most 11/9 of the fewest rows, and 4); Krell et
 al. 2021, arXiv:2107.02027 (packing by the histogram of lengths).
@@ -20,26 +20,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ...base.errors import DataError
-from ..cache import cached_entry
+from ..base.errors import DataError
+from .cache import cached_entry
 
 LEAST = 2
 """Tokens of a document in which anything is predicted; shorter ones are left out."""
-
 _FORMAT = 1
 """Raised with every change to which documents share a row."""
-
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class BestFit:
-    """Which documents are in which row.
-
-    Attributes:
-        documents: those of the first row, then of the second, and so on; int32, or int64 where there are many.
-        ends: (R,), int64: where each row ends in `documents`; the first begins at 0.
-    """
+    """Documents of the first row, then of the second, ..., and (R,), int64: where each row ends in them."""
 
     documents: np.ndarray
     ends: np.ndarray
@@ -49,15 +42,7 @@ class BestFit:
 
 
 def best_fit(ends: np.ndarray, seq_len: int) -> BestFit:
-    """Put documents into as few rows as may be, the same ones each time; see [Note: counts of lengths].
-
-    Args:
-        ends: (D,), int64, rising: where each document ends. Those shorter than `LEAST` are left out.
-        seq_len: S, at least `LEAST`.
-
-    Raises:
-        DataError: a document is longer than `seq_len`.
-    """
+    """Put documents, given by their ends (D,), into few rows, deterministically; see [Note: counts of lengths]."""
     lengths = _lengths(ends, seq_len)
     counts = np.bincount(lengths, minlength=seq_len + 1)
     kept = int(counts[LEAST:].sum())
@@ -71,11 +56,7 @@ def best_fit(ends: np.ndarray, seq_len: int) -> BestFit:
 
 
 def cached_best_fit(ends: np.ndarray, seq_len: int, root: Path) -> BestFit:
-    """As `best_fit`, memory-mapped from a directory in `root`, where it is written unless it is there.
-
-    Raises:
-        DataError: the directory cannot be used.
-    """
+    """Return `best_fit` memory-mapped from a directory in `root`, where it is written unless it is there."""
     digest = hashlib.sha256(f"{_FORMAT} {seq_len} {len(ends)} ".encode())
     for start in range(0, len(ends), _CHUNK):
         digest.update(np.ascontiguousarray(ends[start : start + _CHUNK], "<i8").data)
@@ -97,7 +78,7 @@ def _load(directory: Path) -> BestFit | None:
 
 
 def _lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
-    """(D,), in the smallest dtype, which is sorted fastest, too."""
+    """Return lengths, (D,), in the smallest dtype, which is also sorted fastest."""
     lengths = np.empty(len(ends), np.uint16 if seq_len < 2**16 else np.uint32)
     before = 0
     for start in range(0, len(ends), _CHUNK):
@@ -113,41 +94,33 @@ def _lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
 
 @dataclass
 class _Filling:
-    """Rows while they are filled; which documents come where is known at the end.
-
-    Attributes:
-        rooms: the rooms of rows that are not full, rising.
-        open: the rows of each room, in pieces.
-        takings: (rows, documents of one length put into each of them), in the order of the documents.
-    """
+    """Rows while they are filled: `open` by their room, `steps` as (rows, documents of one length for each)."""
 
     seq_len: int
     rows: int = 0
     rooms: list[int] = field(default_factory=list)
     open: dict[int, list[np.ndarray]] = field(default_factory=dict)
-    takings: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    steps: list[tuple[np.ndarray, int]] = field(default_factory=list)
 
     def put(self, length: int, count: int) -> None:
-        """Put so many documents of a length, no longer than those before."""
         while count:
             at = bisect_left(self.rooms, length)
             room = self.rooms[at] if at < len(self.rooms) else self.seq_len
             each = room // length
+            wanted = -(-count // each)
             if at == len(self.rooms):
-                rows = -(-count // each)
-                found = np.arange(self.rows, self.rows + rows)
-                self.rows += rows
+                found = np.arange(self.rows, self.rows + wanted)
+                self.rows += wanted
             else:
-                found = self._take(at, -(-count // each))
+                found = self._take(at, wanted)
             whole = min(len(found), count // each)
             self._fill(found[:whole], each, room - each * length)
-            if whole < len(found):
-                self._fill(found[whole:], count - whole * each, room - (count - whole * each) * length)
-                return
             count -= whole * each
+            if whole < len(found):
+                self._fill(found[whole:], count, room - count * length)
+                return
 
     def _take(self, at: int, count: int) -> np.ndarray:
-        """Up to so many rows of the room at a place of `rooms`, which are open no more."""
         room, taken, left = self.rooms[at], [], count
         pieces = self.open[room]
         while pieces and left:
@@ -163,7 +136,7 @@ class _Filling:
     def _fill(self, rows: np.ndarray, each: int, room: int) -> None:
         if not len(rows):
             return
-        self.takings.append((rows, each))
+        self.steps.append((rows, each))
         if room < LEAST:
             return
         if room not in self.open:
@@ -173,13 +146,13 @@ class _Filling:
 
     def packing(self, longest_first: np.ndarray) -> BestFit:
         per_row = np.zeros(self.rows, np.int64)
-        for rows, each in self.takings:
+        for rows, each in self.steps:
             per_row[rows] += each
         ends = np.cumsum(per_row)
         free = ends - per_row
         documents = np.empty_like(longest_first)
         start = 0
-        for rows, each in self.takings:
+        for rows, each in self.steps:
             stop = start + len(rows) * each
             documents[free[rows][:, None] + np.arange(each)] = longest_first[start:stop].reshape(-1, each)
             free[rows] += each

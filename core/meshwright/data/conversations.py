@@ -1,15 +1,15 @@
-"""Conversations as records hold them: what is in a message, and which role may follow which."""
+"""Read the fields of records: texts, objects, and conversations, and which role may follow which."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from ...base.errors import DataError
-from ..reading.records import Record
-from .fields import Fields
+from ..base.errors import DataError, nearest
+from .sources import Record
 
 LossOn = Literal["answers", "last_answer", "all"]
 ANSWERS = "assistant"
@@ -20,24 +20,90 @@ ROLES = (*_SYSTEM, "user", ANSWERS, *_TOOL)
 _OTHER_NAMES = {"human": "user", "gpt": ANSWERS, "model": ANSWERS}
 """Of roles, in collections that are older than chat templates."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Under what an answer keeps what was thought before it, as transformers knows it."""
+"""Keys of the reasoning before an answer, as transformers knows them."""
 
 Message = dict[str, Any]
 Refuse = Callable[[str], NoReturn]
-"""Raises DataError for a message."""
+
+
+class Fields:
+    """Reads fields under the names that `SourceConfig.fields` gives them."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def name(self, field: str) -> str:
+        return self._names.get(field, field)
+
+    def find(self, record: Record, field: str) -> Any:
+        return record.value.get(self.name(field))
+
+    def need(self, record: Record, field: str) -> Any:
+        name = self.name(field)
+        if name not in record.value:
+            present = ", ".join(sorted(map(str, record.value))) or "none"
+            raise DataError(
+                f"{record.where}: no field {name!r}. Fields of this line: {present}.{nearest(name, record.value)} "
+                f"Say under `fields` what the source calls it, {{{field}: its name}}, or set another format."
+            )
+        return record.value[name]
+
+    def text(self, record: Record, field: str) -> str:
+        value = self.need(record, field)
+        if not isinstance(value, str):
+            self.refuse(record, field, value, "must hold a string")
+        check_text(value, record.where, f"field {self.name(field)!r}")
+        return value
+
+    def refuse(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:
+        raise DataError(
+            f"{record.where}: field {self.name(field)!r} holds {value!r:.80}, a {type(value).__name__}, but {rule}."
+        )
+
+    def mapping(self, record: Record, field: str) -> dict[str, Any]:
+        """Return the object in a field; empty where there is none."""
+        value = self.from_json(record, field)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.refuse(record, field, value, "must hold an object, or its JSON")
+        return dict(value)
+
+    def mappings(self, record: Record, field: str) -> tuple[dict[str, Any], ...]:
+        """Return the list of objects in a field; empty where there is none."""
+        value = self.from_json(record, field)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+            self.refuse(record, field, value, "must hold a list of objects, or its JSON")
+        return tuple(dict(each) for each in value)
+
+    def from_json(self, record: Record, field: str) -> Any:
+        """Return a value that tables often hold as JSON, since its keys differ from row to row."""
+        value = self.find(record, field)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{record.where}: field {self.name(field)!r} holds a text that is no JSON: {error}."
+            ) from None
+
+
+def check_text(text: str, where: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {what} holds half of a surrogate pair, {text[error.start]!r}, at character "
+            f"{error.start}; that is no text. Remove or repair it."
+        ) from None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, each with a role and, mostly, a content, and what else a chat template is given.
-
-    Attributes:
-        messages: as a template reads them.
-        tools: JSON schemas.
-        variables: further variables of the template.
-        where: the record.
-        given: so many messages at the beginning are a prompt, none of which is learnt.
-    """
+    """Messages, tools (JSON schemas), variables of a template; the first `given` messages are not learnt."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
@@ -46,17 +112,15 @@ class Conversation:
     given: int = 0
 
     def until(self, stop: int) -> Conversation:
-        """The first `stop` messages."""
         return replace(self, messages=self.messages[:stop])
 
     def answers(self) -> list[int]:
-        """Which messages are to be learnt: those of the assistant that answer something."""
+        """Return the indices of the messages to learn: those of the assistant that answer something."""
         asked = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL)]
         first = max(self.given, asked[0] if asked else len(self.messages))
         return [index for index in range(first, len(self.messages)) if self.messages[index]["role"] == ANSWERS]
 
-    def check(self) -> None:
-        """Raise DataError where roles do not follow each other as they must."""
+    def _check_roles(self) -> None:
         before = None
         for number, message in enumerate(self.messages, start=1):
             role = message["role"]
@@ -69,7 +133,7 @@ class Conversation:
 
 
 def _disorder(role: str, before: str | None) -> str:
-    """Why a role cannot stand behind another one; empty where it can."""
+    """Say why a role cannot follow another one; empty where it can."""
     after = "and opens the conversation" if before is None else f"after one of {before!r}"
     if role in _SYSTEM:
         return "" if before in (None, *_SYSTEM) else f", {after}"
@@ -79,34 +143,19 @@ def _disorder(role: str, before: str | None) -> str:
 
 
 class MessageReader:
-    """Reads conversations from the fields of records."""
+    """Reads conversations from the fields of records; raises DataError for what is none."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
         self._role, self._content = fields.name("role"), fields.name("content")
 
     def conversation(self, record: Record, messages: Sequence[Message], given: int = 0) -> Conversation:
-        """The conversation of a record whose messages have been read.
-
-        Raises:
-            DataError: `tools` or `chat_template_kwargs` is of another type, or roles are out of order.
-        """
-        found = Conversation(
-            tuple(messages),
-            tuple(self._fields.list_of_mappings(record, "tools") or ()),
-            self._fields.mapping(record, "chat_template_kwargs"),
-            record.where,
-            given,
-        )
-        found.check()
+        tools, variables = self._fields.mappings(record, "tools"), self._fields.mapping(record, "chat_template_kwargs")
+        found = Conversation(tuple(messages), tools, variables, record.where, given)
+        found._check_roles()
         return found
 
     def messages(self, record: Record, field: str) -> list[Message]:
-        """The messages of a field.
-
-        Raises:
-            DataError: it is missing or empty, or a message is not one.
-        """
         self._fields.need(record, field)
         value = self._fields.from_json(record, field)
         if isinstance(value, Mapping):
@@ -141,23 +190,19 @@ class MessageReader:
         message = {"role": role, **({} if content is None else {"content": content}), **message}
         if "tool_calls" in message:
             message["tool_calls"] = [_tool_call(each, refuse) for each in message["tool_calls"]]
-        self._check_filled(message, refuse)
-        return message
-
-    def _check_filled(self, message: Message, refuse: Refuse) -> None:
-        content = message.get("content")
-        if message["role"] == ANSWERS:
+        if role == ANSWERS:
             if not (content or "").strip() and not message.get("tool_calls"):
                 refuse("an answer of no tokens: the assistant's turn is empty, and there is nothing to learn from it.")
         elif content is None:
             refuse(
-                f"the {message['role']} has no {self._content!r}. Its fields: {', '.join(sorted(message))}. Say under "
+                f"the {role} has no {self._content!r}. Its fields: {', '.join(sorted(message))}. Say under "
                 "`fields` what the source calls it, {content: its name}."
             )
+        return message
 
 
 def _content(value: Any, refuse: Refuse) -> str | None:
-    """The text of a message, which may be given in parts."""
+    """Return the text of a message, which may be given in parts."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -172,25 +217,20 @@ def _content(value: Any, refuse: Refuse) -> str | None:
 
 
 def _tool_call(value: Any, refuse: Refuse) -> dict[str, Any]:
-    """A call with arguments as an object, as templates expect them; many records hold their JSON."""
+    """Return a call whose arguments are an object, as templates expect them; many records hold their JSON."""
     if not isinstance(value, Mapping):
         refuse(f"the tool call {value!r:.80} is no object.")
-    call = {key: each for key, each in value.items() if each is not None}
-    function = call.get("function")
-    if isinstance(function, Mapping):
-        call["function"] = _with_arguments(function)
-        return call
-    return _with_arguments(call)
+    if isinstance(value.get("function"), Mapping):
+        call = {key: each for key, each in value.items() if each is not None}
+        return {**call, "function": _with_arguments(value["function"])}
+    return _with_arguments(value)
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: each for key, each in function.items() if each is not None}
-    arguments = found.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return found
-        if isinstance(parsed, Mapping):
-            found["arguments"] = parsed
+    if isinstance(found.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(found["arguments"])
+            if isinstance(parsed, Mapping):
+                found["arguments"] = parsed
     return found

@@ -1,1 +1,0 @@
-"""From an example to tokens, and which of them are learnt."""

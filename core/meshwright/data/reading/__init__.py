@@ -1,1 +1,0 @@
-"""Examples, one after another, from wherever they are kept."""

@@ -1,1 +1,0 @@
-"""From tokenized documents to the microbatches of each step."""
