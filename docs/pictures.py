@@ -227,8 +227,8 @@ SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
 def pipelines() -> Any:
+    from meshwright_pipeline.schedule.order import bubble_fraction, peak_live, timeline
     from meshwright_pipeline.schedule.rules import build_schedule
-    from meshwright_pipeline.schedule.timeline import bubble_fraction, peak_live, timeline
 
     found = {}
     for name, chunks in SCHEDULES.items():

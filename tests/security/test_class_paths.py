@@ -26,7 +26,7 @@ from meshwright.objectives.registry import check_objective, get_objective
 from meshwright.optim.build import optimizer_class
 from meshwright.optim.config import OptimizerConfig, OptimizerGroup
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright_pipeline.run.users_loss import objective_of
+from meshwright_pipeline.run.losses import objective_of
 
 DANGEROUS = """
     torch.utils.benchmark.Timer torch.utils.benchmark.utils.timer.Timer torch.utils.benchmark.CallgrindStats

@@ -20,30 +20,23 @@ from meshwright_pipeline.config import (
     schedule_of,
 )
 
-DEFAULTS = {
-    "pp_schedule": "1f1b",
-    "pp_schedule_csv": None,
-    "pp_microbatch_size": 1,
-    "pp_batch_size": 1,
-    "layers_per_stage": None,
-    "round_virtual_stages_to_pp_multiple": None,
-    "module_fqns_per_model_part": None,
-    "patch_inner_model": True,
-    "patch_causal_lm_model": True,
-    "patch_stage_backward_maybe_with_nosync": False,
-    "dtype": None,
-    "scale_grads_in_schedule": False,
-    "loss_fn": None,
-    "pp_seq_len": None,
-}
-
 
 def config(**values):
     return validated(PipelineConfig, values, where="config")
 
 
-def test_fields_and_defaults():
-    assert PipelineConfig().to_dict() == DEFAULTS
+def test_each_field_is_described_and_defaults_are_those_of_the_reference():
+    given = {name: value for name, value in PipelineConfig().to_dict().items() if value is not None}
+    assert given == {
+        "pp_schedule": "1f1b",
+        "pp_microbatch_size": 1,
+        "pp_batch_size": 1,
+        "patch_inner_model": True,
+        "patch_causal_lm_model": True,
+        "patch_stage_backward_maybe_with_nosync": False,
+        "scale_grads_in_schedule": False,
+    }
+    assert len(PipelineConfig.model_fields) == 14
     assert all(field.description for field in PipelineConfig.model_fields.values())
 
 
@@ -101,6 +94,8 @@ def test_the_schema_says_the_same():
 
 # -- stages
 
+UP, DOWN = {"round_virtual_stages_to_pp_multiple": "up"}, {"round_virtual_stages_to_pp_multiple": "down"}
+
 
 @pytest.mark.parametrize(
     ("values", "layers", "ranks", "stages"),
@@ -114,14 +109,9 @@ def test_the_schema_says_the_same():
         ({"layers_per_stage": 3}, 10, 4, 4),
         ({"pp_schedule": "interleaved1f1b", "layers_per_stage": 1}, 12, 4, 12),
         ({"pp_schedule": "interleaved1f1b", "layers_per_stage": 2}, 11, 3, 6),
-        (
-            {"pp_schedule": "interleaved1f1b", "layers_per_stage": 2, "round_virtual_stages_to_pp_multiple": "up"},
-            13,
-            4,
-            8,
-        ),
-        ({"layers_per_stage": 2, "round_virtual_stages_to_pp_multiple": "down"}, 13, 4, 4),
-        ({"layers_per_stage": 4, "round_virtual_stages_to_pp_multiple": "up"}, 8, 4, 4),
+        ({"pp_schedule": "interleaved1f1b", "layers_per_stage": 2, **UP}, 13, 4, 8),
+        ({"layers_per_stage": 2, **DOWN}, 13, 4, 4),
+        ({"layers_per_stage": 4, **UP}, 8, 4, 4),
         ({"module_fqns_per_model_part": [["a"], ["b"]]}, 3, 2, 2),
     ],
 )
@@ -135,26 +125,11 @@ def test_number_of_stages(values, layers, ranks, stages):
         ({"layers_per_stage": 2}, 9, 4, "with 9 blocks gives 5 stages, which is no multiple of pp_size=4.*'up' or 'd"),
         ({"layers_per_stage": 1}, 8, 4, "8 stages, 2 on each of 4 ranks.*exactly one stage.*layers_per_stage=2"),
         ({"layers_per_stage": 4, "pp_schedule": "interleaved1f1b"}, 8, 2, "1 on each of 2 ranks.*2 or more stages"),
-        (
-            {"layers_per_stage": 1, "pp_schedule": "zbv"},
-            12,
-            2,
-            "6 on each of 2 ranks.*exactly 2 st.*layers_per_stage=3",
-        ),
-        (
-            {"layers_per_stage": 4, "round_virtual_stages_to_pp_multiple": "down"},
-            8,
-            4,
-            "fewer stages than pp_size=4.*layers_per_stage to at most 2",
-        ),
+        ({"layers_per_stage": 1, "pp_schedule": "zbv"}, 12, 2, "6 on each of 2 ranks.*exactly 2.*layers_per_stage=3"),
+        ({"layers_per_stage": 4, **DOWN}, 8, 4, "fewer stages than pp_size=4.*layers_per_stage to at most 2"),
         ({}, 3, 4, "gives 4 stages, but the model has 3 blocks"),
         ({"pp_schedule": "zbv"}, 5, 4, "gives 8 stages, but the model has 5 blocks"),
-        (
-            {"module_fqns_per_model_part": [["a"], ["b"], ["c"]]},
-            6,
-            2,
-            "gives 3 stages, which is no multiple of pp_size",
-        ),
+        ({"module_fqns_per_model_part": [["a"], ["b"], ["c"]]}, 6, 2, "gives 3 stages, which is no multiple of pp_"),
     ],
 )
 def test_numbers_of_stages_that_do_not_fit(values, layers, ranks, text):
@@ -175,12 +150,8 @@ def test_rounding_gives_the_next_multiple(layers, per_stage, ranks):
 
     exact = -(-layers // per_stage)
     up, down = rounded("up"), rounded("down")
-    if up is not None:
-        assert up % ranks == 0
-        assert 0 <= up - exact < ranks
-    if down is not None:
-        assert down % ranks == 0
-        assert 0 <= exact - down < ranks
+    for found, distance in ((up, (up or exact) - exact), (down, exact - (down or exact))):
+        assert found is None or (found % ranks == 0 and 0 <= distance < ranks)
     assert rounded(None) == (up if exact % ranks == 0 else None)
 
 
@@ -211,16 +182,13 @@ def test_number_of_microbatches(values, sequences, microbatches):
     assert number_of_microbatches(config(**values), sequences=sequences) == microbatches
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
+def test_sequences_that_do_not_divide():
+    for values, text in (
         ({"pp_microbatch_size": 4}, "6 sequences does not divide .*pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
         ({"pp_batch_size": 4}, "6 sequences of a step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
-    ],
-)
-def test_sequences_that_do_not_divide(values, text):
-    with pytest.raises(ConfigError, match=text):
-        number_of_microbatches(config(**values), sequences=6)
+    ):
+        with pytest.raises(ConfigError, match=text):
+            number_of_microbatches(config(**values), sequences=6)
 
 
 def test_a_file_says_how_many_microbatches_a_run_has(tmp_path):
@@ -232,8 +200,3 @@ def test_a_file_says_how_many_microbatches_a_run_has(tmp_path):
         number_of_microbatches(both, sequences=12)
     schedule = schedule_of(config(pp_schedule_csv=str(path)), ranks=1, stages=1, microbatches=2)
     assert [str(action) for action in schedule.orders[0]] == ["0F0", "0F1", "0B0", "0B1"]
-
-
-def test_a_named_schedule_is_built():
-    schedule = schedule_of(config(pp_schedule="zbv"), ranks=2, stages=4, microbatches=3)
-    assert (schedule.name, schedule.placement, schedule.microbatches) == ("ZBVZeroBubble", (0, 1, 1, 0), 3)

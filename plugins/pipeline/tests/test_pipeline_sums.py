@@ -10,7 +10,8 @@ from meshwright.optim.config import OptimizerConfig
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.parity import difference, train_case
 
-SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SLOW = pytest.mark.slow
+SPLITTING = ["ZBVZeroBubble", *(pytest.param(name, marks=SLOW) for name in ("InterleavedZeroBubble", "DualPipeV"))]
 MIXED: dict[str, Any] = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 SGD = OptimizerConfig(name="SGD", lr=1.0)
 """So that weights differ by as much as gradients do."""
@@ -21,11 +22,11 @@ SGD = OptimizerConfig(name="SGD", lr=1.0)
     ("strategy", "dtype", "config"),
     [
         ("fsdp2", "float32", MIXED),
-        ("fsdp2", "bfloat16", {"reduce_dtype": "float32"}),
-        ("fsdp2", "float32", {**MIXED, "defer_fsdp_grad_sync": False}),
-        ("fsdp2", "float32", {**MIXED, "defer_fsdp_grad_sync": "reduce_scatter"}),
         ("ddp", "bfloat16", {"reduce_dtype": "float32"}),
-        ("ddp", "bfloat16", {"reduce_dtype": "float32", "engine": "bucketed"}),
+        pytest.param("fsdp2", "bfloat16", {"reduce_dtype": "float32"}, marks=SLOW),
+        pytest.param("fsdp2", "float32", {**MIXED, "defer_fsdp_grad_sync": False}, marks=SLOW),
+        pytest.param("fsdp2", "float32", {**MIXED, "defer_fsdp_grad_sync": "reduce_scatter"}, marks=SLOW),
+        pytest.param("ddp", "bfloat16", {"reduce_dtype": "float32", "engine": "bucketed"}, marks=SLOW),
     ],
     ids=str,
 )
@@ -36,6 +37,7 @@ def test_sums_over_microbatches_are_those_of_one_process(
     assert _apart(strategy, case, config, schedule) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SPLITTING)
 def test_a_step_of_one_microbatch(schedule: str) -> None:
     case = Case(layers=8, steps=1, sequences=1, max_norm=None, optimizer=SGD, dtype="float32")
@@ -49,6 +51,7 @@ def _apart(strategy: str, case: Case, config: dict[str, Any], schedule: str) -> 
     return difference(pool(2).run(train_case, strategy, config, {"pp_size": 2}, case, "cpu", wrapper), alone).weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defer", [False, "reduce_scatter"])
 @pytest.mark.parametrize("schedule", SPLITTING)
 def test_reductions_that_are_not_put_off_are_complete(schedule: str, defer: bool | str) -> None:

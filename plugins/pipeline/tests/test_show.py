@@ -85,41 +85,30 @@ def test_a_run_is_shown_in_the_terminal_and_as_a_picture(app, run_file, tmp_path
     assert not (run_file.parent / "out").exists()
 
 
-def test_schedule_and_split_follow_the_options(run_file):
+def test_schedule_and_split_follow_the_options(run_file, tmp_path):
     run = load_run(run_file, [options(pp_schedule="zbv", pp_microbatch_size=2), "pp_size=2", "nproc=2"])
     view = view_of(run)
     assert view.headline == "ZBVZeroBubble: 2 ranks, 4 stages, 4 microbatches of 2 sequences"
     assert view.schedule.placement == (0, 1, 1, 0)
-    assert sum(len(stage.blocks) for stage in view.stages) == 9
     assert sum(view.costs) == pytest.approx(4)
     run = load_run(run_file, [options(layers_per_stage=3), "pp_size=3", "nproc=3"])
     assert [len(stage.blocks) for stage in view_of(run).stages] == [3, 3, 3]
-
-
-def test_a_schedule_from_a_file_is_shown(run_file, tmp_path):
+    # Each data-parallel rank has its share of the sequences.
+    assert view_of(load_run(run_file, ["strategy=fsdp2", "pp_size=2", "nproc=4"])).schedule.microbatches == 4
     path = tmp_path / "own.csv"
     path.write_text("0F0,0F1,,0B0,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")
     view = view_of(load_run(run_file, [options(pp_schedule_csv=str(path)), "pp_size=2", "nproc=2"]))
     assert view.schedule.microbatches == 2
     assert "own.csv" in view.headline
-    assert str(as_lines(view, 80)[0]).startswith("rank 0 ")
-
-
-def test_each_data_parallel_rank_has_its_share_of_the_sequences(run_file):
-    run = load_run(run_file, ["strategy=fsdp2", "pp_size=2", "nproc=4"])
-    assert view_of(run).schedule.microbatches == 4
 
 
 def test_parameters_of_the_stages_are_those_of_the_model(run_file):
     view = view_of(load_run(run_file))
-    hidden, vocab, inner = 16, 300, 24
+    hidden, inner = 16, 24
     block = 2 * hidden * hidden + 2 * hidden * 8 + 3 * hidden * inner + 2 * hidden
-    expected = [len(stage.blocks) * block for stage in view.stages]
-    vocab = (view.stages[0].parameters - expected[0]) // hidden
-    expected[0] += vocab * hidden
-    expected[-1] += vocab * hidden
-    assert [stage.parameters for stage in view.stages] == expected
-    assert 257 <= vocab <= 300
+    first, *middle, last = [stage.parameters - len(stage.blocks) * block for stage in view.stages]
+    assert 257 <= first / hidden <= 300
+    assert (first, middle) == (last, [0, 0])
 
 
 @pytest.mark.parametrize(
@@ -158,9 +147,12 @@ def equal_view(name, *, ranks, chunks, microbatches):
     return View(schedule, stages, 1)
 
 
-def test_a_line_has_a_letter_for_each_unit_of_time():
+def test_a_line_has_a_letter_for_each_unit_of_time_and_fits_the_width():
     lines = [str(line) for line in as_lines(equal_view("1f1b", ranks=2, chunks=1, microbatches=2), 80)]
     assert lines[:2] == ["rank 0 FF··BB·BB", "rank 1 ·FBBFBB··"]
+    view = equal_view("interleaved1f1b", ranks=4, chunks=3, microbatches=16)
+    for width in (1, 30, 79):
+        assert all(len(line) <= max(width, len("rank 0 ") + 1) for line in as_lines(view, width)[:-1])
 
 
 def test_later_stages_of_a_rank_are_in_lower_case():
@@ -174,17 +166,6 @@ def test_later_stages_of_a_rank_are_in_lower_case():
             count = sum(action.stage == stage and action.kind is kind for action in view.schedule.orders[rank])
             assert line.count(letter) == count
     assert "lower case" in legend
-
-
-@pytest.mark.parametrize("width", [1, 30, 79])
-def test_lines_fit_the_width(width):
-    view = equal_view("interleaved1f1b", ranks=4, chunks=3, microbatches=16)
-    assert all(len(line) <= max(width, len("rank 0 ") + 1) for line in as_lines(view, width)[:-1])
-
-
-def test_bubbles_of_ranks_add_up_to_that_of_all():
-    view = equal_view("interleaved1f1b", ranks=3, chunks=2, microbatches=7)
-    assert sum(view.bubble_of(rank) for rank in range(3)) / 3 == pytest.approx(2 / (2 * 7 + 2))
 
 
 def test_a_picture_has_a_bar_for_each_action(tmp_path):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import trainer_cases
+import transformers
 from datasets import Dataset
 from transformers import TrainerCallback
+
+import meshwright_trainer
+from meshwright.launch.open_world import open_world
 
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 ONE_EPOCH = {"max_steps": -1, "num_train_epochs": 1}
@@ -158,6 +161,7 @@ CASES = [
     Case({"disable_dropout": False}, kind="reward", is_same=True),
 ]
 ACROSS = [case for case in CASES if not case.alone]
+"""Cases that are compared over ranks, too."""
 ON_RANKS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 3,
@@ -178,6 +182,8 @@ ON_RANKS = {
 }
 """Arguments of the shorter sweep over two ranks."""
 FEW = [case for case in ACROSS if any(ON_RANKS.get(name) == value for name, value in case.changes.items())]
+FEWEST = [case for case in FEW if {"optim", "ld_alpha"} & case.changes.keys()]
+"""Those that run first."""
 
 
 class Counted(TrainerCallback):
@@ -187,15 +193,8 @@ class Counted(TrainerCallback):
         self.counts: Counter[str] = Counter()
 
 
-def _counts(event: str) -> Any:
-    def called(self: Counted, *_: Any, **__: Any) -> None:
-        self.counts[event] += 1
-
-    return called
-
-
 for _event in ("on_step_end", "on_substep_end", "on_log", "on_evaluate", "on_prediction_step", "on_save"):
-    setattr(Counted, _event, _counts(_event))
+    setattr(Counted, _event, lambda self, *_, event=_event, **__: self.counts.update([event]))
 
 
 class Columns(trainer_cases.Padded):
@@ -232,12 +231,13 @@ def told(case: Case, mesh: Any, directory: Path, data_size: int, *, is_changed: 
         trainer = _made(case.kind, mesh, directory, data_size, {**options, "max_steps": last})
         trainer.add_callback(counted)
         trainer.train(resume_from_checkpoint=str(directory / f"checkpoint-{resumes}"))
-        log = trainer.state.log_history
     else:
         trainer.train()
-        log = trainer.state.log_history
     left_out = ("runtime", "per_second", "total_flos", "epoch")
-    log = [{key: each[key] for key in each if not any(part in key for part in left_out)} for each in log]
+    log = [
+        {key: each[key] for key in each if not any(part in key for part in left_out)}
+        for each in trainer.state.log_history
+    ]
     final = trainer.evaluate().get("eval_loss", 0.0)
     saved = {path.name: path for path in sorted(directory.glob("checkpoint-*"))}
     states = {name: any((path / each).exists() for each in ("optimizer.pt", "mesh")) for name, path in saved.items()}
@@ -266,10 +266,6 @@ def _made(
 ) -> Any:
     if kind != "trainer":
         return trainer_cases.made(kind, mesh, directory, data_size, **options)
-    import transformers
-
-    import meshwright_trainer
-
     numbers = trainer_cases.numbers(48, 5)
     rows = [{"input_ids": [int(word) + 2 for word in text.split()], "note": "x"} for text in numbers]
     model = trainer_cases.model()
@@ -284,24 +280,12 @@ def _made(
     )
 
 
-def main(directory: str, mesh_json: str, which: str) -> None:
-    from meshwright.launch.open_world import open_world
-
-    mesh, root = json.loads(mesh_json), Path(directory)
-    torch.set_num_threads(1)
+def across(mesh: dict[str, Any], directory: Path, names: Sequence[str]) -> dict[str, Any]:
+    """What runs with changed arguments tell over a mesh; a task of a pool."""
     with open_world("cpu") as world:
-        data_size = 1 if mesh.get("tp_size") or mesh.get("pp_size") else world.size
-        for case in {"few": FEW, "all": ACROSS}[which]:
-            try:
-                found: Any = told(case, mesh, root / case.name, data_size, is_changed=True)
-            except Exception as error:
-                import traceback
-
-                traceback.print_exc()
-                found = f"{type(error).__name__}: {error}"
-            if world.rank == 0:
-                (root / f"{case.name}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        data_size = 1 if mesh.get("tp_size") else world.size
+        return {
+            case.name: told(case, mesh, directory / case.name, data_size, is_changed=True)
+            for case in CASES
+            if case.name in names
+        }

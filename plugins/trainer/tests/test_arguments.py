@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,37 +17,27 @@ import trainer_cases
 import transformers
 import trl
 from packaging.version import Version
-from test_trainers import ranks
 from transformers import Trainer, TrainingArguments
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 import meshwright_trainer
-from meshwright.base.errors import ConfigError
+from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import get_registry
-from meshwright_trainer import MeshTrainer, MeshTrainerMixin
-from meshwright_trainer.arguments import NEVER_CALLED, REPLACED, check_arguments, known_arguments, layout_options
-from meshwright_trainer.mesh_options import mesh_options
+from meshwright.testing import pool
+from meshwright_trainer import MeshArguments, MeshTrainer, MeshTrainerMixin
+from meshwright_trainer.arguments import (
+    NEVER_CALLED,
+    REPLACED,
+    check_arguments,
+    known_arguments,
+    layout_options,
+    mesh_options,
+)
 
 CONFIGS = (TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.GRPOConfig)
-
-
-def differences(wanted: Any, found: Any, tolerance: float, unlike: tuple[str, ...] = (), at: str = "") -> list[str]:
-    """Where two things that runs tell are not alike."""
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        keys = [key for key in wanted if key not in unlike]
-        if set(keys) != set(found) - set(unlike):
-            return [f"{at}: {sorted(set(wanted) ^ set(found))}"]
-        return [each for key in keys for each in differences(wanted[key], found[key], tolerance, unlike, f"{at}.{key}")]
-    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
-        pairs = enumerate(zip(wanted, found, strict=True))
-        return [text for i, (a, b) in pairs for text in differences(a, b, tolerance, unlike, f"{at}[{i}]")]
-    if isinstance(wanted, float) and isinstance(found, (int, float)):
-        is_close = math.isclose(wanted, found, rel_tol=tolerance, abs_tol=tolerance * 0.1)
-        return [] if is_close else [f"{at}: {found} and not {wanted}"]
-    return [] if wanted == found else [f"{at}: {found!r:.200} and not {wanted!r:.200}"]
 
 
 @pytest.fixture
@@ -56,6 +45,10 @@ def alone() -> Iterator[None]:
     """A world of this process alone, which trainers join."""
     with open_world("cpu"):
         yield
+
+
+def differences(case: argument_cases.Case, wanted: Any, found: Any, unlike: tuple[str, ...] = ()) -> list[str]:
+    return trainer_cases.differences(wanted, found, case.allowed, 0.1, unlike)
 
 
 def without(case: argument_cases.Case) -> tuple[str, ...]:
@@ -69,33 +62,41 @@ def plain(at: int, directory: Path) -> dict[str, Any]:
     return argument_cases.told(case, None, directory / f"plain-{at}", 1, is_changed=True)
 
 
-@pytest.mark.parametrize("at", range(len(argument_cases.CASES)), ids=[case.name for case in argument_cases.CASES])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(at, id=case.name, marks=[] if case in argument_cases.FEWEST else pytest.mark.slow)
+        for at, case in enumerate(argument_cases.CASES)
+    ],
+)
 def test_an_argument_that_acts_does_what_it_does_without_a_mesh(at, tmp_path, tmp_path_factory, alone):
     case = argument_cases.CASES[at]
     wanted = plain(at, tmp_path_factory.getbasetemp())
     found = argument_cases.told(case, case.mesh or {}, tmp_path / "changed", 1, is_changed=True)
-    assert not differences(wanted, found, case.allowed, without(case))
+    assert not differences(case, wanted, found, without(case))
     usual = argument_cases.told(case, case.mesh or {}, tmp_path / "usual", 1, is_changed=False)
-    assert bool(differences(usual, found, case.allowed)) != case.is_same
+    assert bool(differences(case, usual, found)) != case.is_same
 
 
 DATA, TENSOR = {"strategy": "fsdp2"}, {"strategy": "fsdp2", "tp_size": 2}
-SWEEPS = [
-    pytest.param(DATA, "few", id="data2"),
-    pytest.param(TENSOR, "few", id="tp2"),
-    pytest.param(DATA, "all", id="data2-all", marks=pytest.mark.zoo),
-    pytest.param(TENSOR, "all", id="tp2-all", marks=pytest.mark.zoo),
-]
 
 
-@pytest.mark.parametrize(("mesh", "which"), SWEEPS)
-def test_an_argument_that_acts_does_so_on_two_ranks(mesh, which, tmp_path, tmp_path_factory):
-    ranks(2, "argument_cases.py", str(tmp_path), json.dumps(mesh), which)
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [
+        pytest.param(DATA, argument_cases.FEWEST[:1], id="data2-fewest"),
+        pytest.param(DATA, argument_cases.FEW, id="data2", marks=pytest.mark.slow),
+        pytest.param(TENSOR, argument_cases.FEW, id="tp2", marks=pytest.mark.slow),
+        pytest.param(DATA, argument_cases.ACROSS, id="data2-all", marks=pytest.mark.zoo),
+        pytest.param(TENSOR, argument_cases.ACROSS, id="tp2-all", marks=pytest.mark.zoo),
+    ],
+)
+def test_an_argument_that_acts_does_so_on_two_ranks(mesh, cases, tmp_path, tmp_path_factory):
+    found = pool(2).run(argument_cases.across, mesh, tmp_path, [case.name for case in cases])[0]
     wrong = {}
-    for case in {"few": argument_cases.FEW, "all": argument_cases.ACROSS}[which]:
-        found = json.loads((tmp_path / f"{case.name}.json").read_text())
+    for case in cases:
         wanted = plain(argument_cases.CASES.index(case), tmp_path_factory.getbasetemp())
-        wrong[case.name] = differences(wanted, found, case.allowed, without(case))
+        wrong[case.name] = differences(case, wanted, found[case.name], without(case))
     assert not {name: texts for name, texts in wrong.items() if texts}
 
 
@@ -183,18 +184,8 @@ def test_a_refused_argument_is_refused_by_name_with_the_way_to_go(name, tmp_path
     assert rule["because"] in text
     assert rule["instead"] in text
     if rule.get("several_ranks"):
-        check_arguments(*_on_one_rank(name, value, tmp_path))
-
-
-def _on_one_rank(name: str, value: Any, directory: Path) -> tuple[Any, type, dict[str, Any]]:
-    args, passed = arguments_with(name, value, directory, world_size=1)
-    return args, MeshTrainer, passed
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
-def test_usual_arguments_are_not_refused(config, tmp_path):
-    usual = {"num_generations": 2, "per_device_train_batch_size": 2} if config is trl.GRPOConfig else {}
-    check_arguments(config(output_dir=str(tmp_path), use_cpu=True, report_to="none", **usual), MeshTrainer)
+        args, passed = arguments_with(name, value, tmp_path, world_size=1)
+        check_arguments(args, MeshTrainer, passed)
 
 
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
@@ -210,24 +201,26 @@ def test_each_optimizer_of_transformers_is_taken_or_refused(name, tmp_path):
     assert not {"params", "model", "optimizer_dict"} & options.keys()
 
 
-def test_trainers_refuse_before_they_touch_data(tmp_path):
-    basic = trainer_cases.arguments(tmp_path, 1)
-    with pytest.raises(ConfigError, match="fp16=True cannot"):
-        meshwright_trainer.MeshTrainer(
-            trainer_cases.model(), TrainingArguments(**{**basic, "fp16": True, "bf16": False})
-        )
-    with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5\.0 cannot"):
-        meshwright_trainer.MeshSFTTrainer("nowhere", trl.SFTConfig(**basic, neftune_noise_alpha=5.0))
-    with pytest.raises(ConfigError, match="use_weighting=True cannot"):
-        meshwright_trainer.MeshDPOTrainer("nowhere", None, trl.DPOConfig(**basic, use_weighting=True))
-    with pytest.raises(ConfigError, match="activation_offloading=True cannot"):
-        meshwright_trainer.MeshRewardTrainer("nowhere", args=trl.RewardConfig(**basic, activation_offloading=True))
+@pytest.mark.parametrize(
+    ("kind", "config", "refused"),
+    [
+        ("Trainer", TrainingArguments, {"fp16": True}),
+        ("SFTTrainer", trl.SFTConfig, {"neftune_noise_alpha": 5.0}),
+        ("DPOTrainer", trl.DPOConfig, {"use_weighting": True}),
+        ("RewardTrainer", trl.RewardConfig, {"activation_offloading": True}),
+    ],
+)
+def test_trainers_refuse_before_they_touch_data(kind, config, refused, tmp_path):
+    args = config(**{**trainer_cases.arguments(tmp_path, 1), "bf16": False, **refused})
+    with pytest.raises(ConfigError, match=f"{next(iter(refused))}=.* cannot"):
+        getattr(meshwright_trainer, f"Mesh{kind}")("nowhere", args=args)
+
+
+def test_what_a_trainer_is_called_with_is_refused_and_arguments_of_a_users_own_class_are_not(tmp_path):
     config = transformers.BitsAndBytesConfig(load_in_4bit=True)
     with pytest.raises(ConfigError, match="quantization_config="):
-        meshwright_trainer.MeshSFTTrainer("nowhere", trl.SFTConfig(**basic), quantization_config=config)
+        check_arguments(TrainingArguments(output_dir=str(tmp_path)), MeshTrainer, {"quantization_config": config})
 
-
-def test_an_argument_of_a_users_own_class_is_left_alone(tmp_path):
     @dataclasses.dataclass
     class Mine(TrainingArguments):
         my_flag: str = "anything"
@@ -296,67 +289,39 @@ def test_a_layout_follows_from_a_config_object(tmp_path):
 
 # -- on a command line
 
-FLAGS = [
-    "--max_steps",
-    "4",
-    "--per_device_train_batch_size",
-    "4",
-    "--per_device_eval_batch_size",
-    "8",
-    "--gradient_accumulation_steps",
-    "2",
-    "--learning_rate",
-    "1e-2",
-    "--warmup_steps",
-    "2",
-    "--lr_scheduler_type",
-    "cosine",
-    "--weight_decay",
-    "0.1",
-    "--max_grad_norm",
-    "0.5",
-    "--report_to",
-    "none",
-    "--use_cpu",
-    "--bf16",
-    "False",
-    "--gradient_checkpointing",
-    "False",
-    "--save_strategy",
-    "no",
-    "--eval_strategy",
-    "steps",
-    "--eval_steps",
-    "2",
-    "--logging_steps",
-    "1",
-    "--seed",
-    "3",
-    "--max_length",
-    "16",
-    "--pad_to_multiple_of",
-    "8",
-]
+FLAGS = shlex.split(
+    "--max_steps 4 --per_device_train_batch_size 4 --per_device_eval_batch_size 8 --gradient_accumulation_steps 2 "
+    "--learning_rate 1e-2 --warmup_steps 2 --lr_scheduler_type cosine --weight_decay 0.1 --max_grad_norm 0.5 "
+    "--report_to none --use_cpu --bf16 False --gradient_checkpointing False --save_strategy no --eval_strategy steps "
+    "--eval_steps 2 --logging_steps 1 --seed 3 --max_length 16 --pad_to_multiple_of 8"
+)
+RUN_FILE = "strategy: fsdp2\ntp_size: 2\nmodel: {path: anywhere}\nbatch_size: 4\nsteps: 4\n"
 
 
-def test_flags_of_the_mesh_stand_beside_those_of_trl(tmp_path, tmp_path_factory):
-    mesh = ["--strategy", "fsdp2", "--tp_size", "2", "--strategy_config", '{"sequence_parallel": true}']
-    ranks(2, "command_case.py", "--output_dir", str(tmp_path), *FLAGS, *mesh)
-    tp, found = json.loads((tmp_path / "found.json").read_text())
-    wanted = trainer_cases.history(trainer_cases.made("sft", None, tmp_path_factory.mktemp("plain"), 1))
-    assert tp == 2
-    assert not differences(wanted, found, 1e-5)
-
-
-def test_a_run_file_says_how_a_model_is_laid_out(tmp_path, tmp_path_factory):
-    (tmp_path / "run.yaml").write_text(
-        "strategy: fsdp2\ntp_size: 2\nmodel: {path: anywhere}\nbatch_size: 4\nsteps: 4\n"
+def run_with(flags: list[str], run_file: str | None) -> tuple[int, list[dict[str, float]]]:
+    """A script as users have it, with flags of TRL's and of the mesh: what it logs; a task of a pool."""
+    args, mesh = transformers.HfArgumentParser((trl.SFTConfig, MeshArguments)).parse_args_into_dataclasses(flags)
+    trainer = meshwright_trainer.MeshSFTTrainer(
+        trainer_cases.model(),
+        args,
+        train_dataset=trainer_cases.text_of(40, 1),
+        eval_dataset=trainer_cases.text_of(trainer_cases.EVALUATED, 2),
+        processing_class=trainer_cases.digits(),
+        mesh=run_file or mesh,
     )
-    ranks(2, "command_case.py", "--output_dir", str(tmp_path), *FLAGS)
-    tp, found = json.loads((tmp_path / "found.json").read_text())
-    wanted = trainer_cases.history(trainer_cases.made("sft", None, tmp_path_factory.mktemp("plain"), 1))
+    return trainer.mesh.degrees.tp, trainer_cases.history(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_file", [False, True], ids=["flags", "run file"])
+def test_flags_or_a_run_file_beside_flags_of_trl_lay_a_model_out(is_file, tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN_FILE)
+    mesh = [] if is_file else ["--tp_size", "2", "--strategy_config", '{"sequence_parallel": true}']
+    flags = ["--output_dir", str(tmp_path), *FLAGS, *mesh]
+    tp, found = pool(2).run(run_with, flags, str(tmp_path / "run.yaml") if is_file else None)[0]
+    wanted = trainer_cases.history(trainer_cases.made("sft", None, tmp_path / "plain", 1))
     assert tp == 2
-    assert not differences(wanted, found, 1e-5)
+    assert not trainer_cases.differences(wanted, found, 1e-5, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +335,11 @@ def test_a_run_file_says_how_a_model_is_laid_out(tmp_path, tmp_path_factory):
     ids=["json", "strategy", "size", "argument"],
 )
 def test_bad_flags_end_with_our_text_on_every_rank(flags, text, tmp_path):
-    with pytest.raises(AssertionError) as raised:
-        ranks(2, "command_case.py", "--output_dir", str(tmp_path), *FLAGS, *flags)
-    told = str(raised.value)
-    assert text in told
-    assert not (tmp_path / "found.json").exists()
+    for told in pool(2).run(refusal_with, ["--output_dir", str(tmp_path), *FLAGS, *flags]):
+        assert text in told
+
+
+def refusal_with(flags: list[str]) -> str:
+    with pytest.raises(MeshwrightError) as raised:
+        run_with(flags, None)
+    return str(raised.value)

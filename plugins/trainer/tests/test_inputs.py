@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-import stream_cases
 import torch
 import trainer_cases
+import transformers
 import trl
-from test_trainers import ranks
+from datasets import IterableDataset
+from torch import nn
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration, TrainingArguments
 
-from meshwright.base.errors import BatchError, ConfigError
+from meshwright.base.errors import BatchError, CheckpointError, ConfigError, ModelError
 from meshwright.launch.open_world import open_world
+from meshwright.testing import pool
 from meshwright_trainer import MeshTrainer, MeshTrainerMixin
 from meshwright_trainer.arguments import check_arguments
 
@@ -53,7 +56,7 @@ class Replaced(MeshTrainer):  # type: ignore[misc]
         return super().compute_loss(model, {**inputs, "input_ids": ids.masked_fill(ids == 5, 3)}, *args, **kwargs)
 
 
-@pytest.mark.parametrize("cls", [Other, Replaced])
+@pytest.mark.parametrize("cls", [Other, pytest.param(Replaced, marks=pytest.mark.slow)])
 def test_a_loss_that_calls_the_model_with_other_tokens_is_refused(cls, tmp_path):
     with pytest.raises(ConfigError, match="other input_ids than those of its microbatch"):
         trained(tmp_path, cls)
@@ -75,7 +78,7 @@ def test_a_model_that_does_not_predict_the_next_token_is_refused(kind, tmp_path)
         trained(tmp_path, model=MODELS[kind]())
 
 
-@pytest.mark.parametrize("name", ["inputs_embeds", "shift_labels"])
+@pytest.mark.parametrize("name", ["inputs_embeds", pytest.param("shift_labels", marks=pytest.mark.slow)])
 def test_what_the_model_would_not_be_given_is_refused(name, tmp_path):
     class Further(trainer_cases.Padded):
         def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -86,7 +89,10 @@ def test_what_the_model_would_not_be_given_is_refused(name, tmp_path):
         trained(tmp_path, collator=Further())
 
 
-@pytest.mark.parametrize("name", ["KTOTrainer", "RLOOTrainer", "DistillationTrainer"])
+@pytest.mark.parametrize(
+    "name",
+    ["KTOTrainer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("RLOOTrainer", "DistillationTrainer"))],
+)
 def test_a_trainer_whose_batches_are_not_known_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name} of trl does not go over a mesh"):
         check_arguments(None, type("Mine", (MeshTrainerMixin, getattr(trl, name)), {}))
@@ -97,10 +103,64 @@ def test_a_trainer_of_completions_needs_its_own_mixin():
         check_arguments(None, type("Mine", (MeshTrainerMixin, trl.GRPOTrainer), {}))
 
 
+# -- what transformers' own tests have found
+
+
+def test_a_model_that_another_trainer_has_is_refused(tmp_path):
+    trainer = trained(tmp_path)
+    with pytest.raises(ModelError, match="has been parallelized by another manager already"):
+        trained(tmp_path, model=trainer.model)
+
+
+def test_the_accelerator_unwraps_what_torch_has_wrapped(tmp_path):
+    trainer = trained(tmp_path)
+    assert trainer.accelerator.unwrap_model(nn.DataParallel(trainer.model)) is trainer.model
+    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_by_its_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"checkpoint-9' is no checkpoint of a trainer"):
+        trained(tmp_path).train(str(tmp_path / "checkpoint-9"))
+
+
+# -- streams: of rows that are dealt out, or of shards of unequal lengths
+
+
+def rows_of(shards: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        yield from shard
+
+
+def stream(rows: list[dict[str, Any]], cuts: list[int]) -> IterableDataset:
+    edges = [0, *cuts, len(rows)]
+    shards = [rows[start:end] for start, end in pairwise(edges)]
+    return IterableDataset.from_generator(rows_of, gen_kwargs={"shards": shards})
+
+
+def told(mesh: Any, directory: Path, data_size: int, cuts: list[int]) -> dict[str, Any]:
+    """What a run over streams tells."""
+    rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in trainer_cases.numbers(61, 5)]
+    options = {"max_steps": 7, "gradient_accumulation_steps": 3, "eval_strategy": "no"}
+    args = TrainingArguments(**trainer_cases.arguments(directory, data_size, **options))
+    cls, given = (transformers.Trainer, {}) if mesh is None else (MeshTrainer, {"mesh": mesh})
+    data = {"train_dataset": stream(rows[:48], cuts), "eval_dataset": stream(rows[48:], cuts)}
+    trainer = cls(trainer_cases.model(), args, data_collator=trainer_cases.Padded(), **data, **given)
+    trainer.train()
+    ids = trainer.predict(data["eval_dataset"]).label_ids
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return {"losses": losses, "labels": sorted(ids.tolist()), "eval_loss": trainer.evaluate()["eval_loss"]}
+
+
+def streamed(directory: Path) -> dict[str, dict[str, Any]]:
+    """A task of a pool."""
+    with open_world("cpu") as world:
+        cuts = {"rows": [], "shards": [5, 6]}
+        return {name: told({}, directory / name, world.size, each) for name, each in cuts.items()}
+
+
 def test_rows_of_streams_are_dealt_out_once_and_ranks_end_together(tmp_path):
-    ranks(2, "stream_cases.py", str(tmp_path))
-    wanted = stream_cases.told(None, tmp_path / "plain", 1, [])
-    rows, shards = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("rows", "shards"))
+    rows, shards = pool(2).run(streamed, tmp_path)[0].values()
+    wanted = told(None, tmp_path / "plain", 1, [])
     assert rows["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert rows["labels"] == wanted["labels"]
     assert shards["labels"] == wanted["labels"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import trainer_cases
 
 from meshwright.strategy.registry import get_registry
@@ -16,6 +17,7 @@ from meshwright_trainer import MeshArguments
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_script_of_the_readme_trains_and_goes_on_under_another_layout(tmp_path):
     (script,) = [block.split("```")[0] for block in README.split("```python\n")[1:]]
     assert script.count('"path/to/model"') == 1

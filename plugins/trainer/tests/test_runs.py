@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import run_cases
 import torch
 import trainer_cases
-from test_trainers import differences, ranks
+import transformers
 from transformers import AutoModelForCausalLM
+
+from meshwright.launch.open_world import open_world
+from meshwright.testing import pool
+from meshwright_trainer import MeshTrainer
 
 BATCH = {"eval_strategy": "no", "max_steps": 6, "warmup_steps": 2, "gradient_accumulation_steps": 2}
 
@@ -23,46 +25,88 @@ def path(tmp_path_factory: Any) -> str:
     return str(directory)
 
 
-def over(world: int, mesh: dict[str, Any], directory: Path, data_size: int, path: str, **changes: Any) -> Any:
-    out = directory.with_suffix(".json")
-    run = {"directory": str(directory), "mesh": mesh, "data_size": data_size, "path": path, "resumes": None, **changes}
-    ranks(world, "run_cases.py", json.dumps({"run": run, "out": str(out)}))
-    return out.read_text()
+def accuracy(prediction: Any) -> dict[str, float]:
+    guessed, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    guessed = guessed.argmax(-1) if guessed.ndim == 3 else guessed
+    kept = labels != -100
+    return {"accuracy": float((guessed == labels)[kept].mean()), "rows": float(len(labels)), "kept": float(kept.sum())}
+
+
+def run(
+    directory: Path, mesh: dict[str, Any] | None, data_size: int, path: str, resumes: Path | None = None, **changes: Any
+) -> list[dict[str, Any]]:
+    """Train, save the model in a directory `model`, and give the history; a task of a pool."""
+    rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in trainer_cases.numbers(61, 5)]
+    cls, model, given = MeshTrainer, path, {"mesh": mesh}
+    if mesh is None:
+        cls, model, given = transformers.Trainer, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), {}
+    trainer = cls(
+        model,
+        transformers.TrainingArguments(**(trainer_cases.arguments(directory, data_size) | changes)),
+        data_collator=trainer_cases.Padded(),
+        train_dataset=trainer_cases.Dataset.from_list(rows[:48]),
+        eval_dataset=trainer_cases.Dataset.from_list(rows[48:]),
+        compute_metrics=accuracy if changes.get("include_for_metrics") else None,
+        **given,
+    )
+    trainer.train(resume_from_checkpoint=resumes and str(resumes))
+    trainer.save_model(f"{directory}/model")
+    left_out = ("runtime", "per_second", "total_flos", "epoch", "preparation_time")
+    return [
+        {key: value for key, value in each.items() if not any(part in key for part in left_out)}
+        for each in trainer.state.log_history
+    ]
+
+
+def task(changes: dict[str, Any], *arguments: Any) -> list[dict[str, Any]]:
+    with open_world("cpu"):
+        return run(*arguments, **changes)
+
+
+def over(
+    world: int, mesh: dict[str, Any], directory: Path, data_size: int, path: str, resumes: Any = None, **changes: Any
+) -> list[dict[str, Any]]:
+    return pool(world).run(task, changes, directory, mesh, data_size, path, resumes)[0]
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).named_parameters())
 
 
-HOPS = {
-    "tp2 to fsdp2": ((2, {"tp_size": 2}, 1), (2, {}, 2)),
-    "pp2 to hsdp": ((2, {"pp_size": 2}, 1), (4, {"dp_replicate_size": 2}, 4)),
-    "fsdp2 to pp2": ((2, {}, 2), (2, {"pp_size": 2}, 1)),
-    "bucketed to cp2": (
-        (2, {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}}, 2),
-        (2, {"cp_size": 2}, 1),
-    ),
-}
+SLOW = pytest.mark.slow
+BUCKETED = {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}}
 
 
-@pytest.mark.parametrize("hop", HOPS)
-def test_a_run_goes_on_under_another_layout_as_if_it_had_never_stopped(hop, path, tmp_path):
-    changes = {**BATCH, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-    whole = run_cases.run(str(tmp_path / "whole"), None, 1, path, None, **{**changes, "save_strategy": "no"})
-    (first_world, first, first_size), (world, second, size) = HOPS[hop]
-    strategy = {"strategy": "fsdp2"}
-    # Four ranks have one row of four each.
-    over(first_world, strategy | first, tmp_path / "run", first_size, path, **changes)
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    told = over(world, strategy | second, tmp_path / "run", size, path, **{**changes, "resumes": str(checkpoint)})
-    found = [each for each in json.loads(told) if "loss" in each]
-    wanted = [each for each in whole if "loss" in each]
-    assert not differences(wanted, json.dumps(found))
-    mine = weights(tmp_path / "run" / "model")
-    for name, value in weights(tmp_path / "whole" / "model").items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-7)
+def check_weights(directory: Path, tolerance: float) -> None:
+    mine = weights(directory / "run" / "model")
+    for name, value in weights(directory / "whole" / "model").items():
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # Ranks, a mesh, data ranks; four ranks have one row of four each.
+        pytest.param((2, {"tp_size": 2}, 1), (2, {}, 2), id="tp2 to fsdp2"),
+        pytest.param(
+            (2, {"pp_size": 2}, 1), (4, {"dp_replicate_size": 2}, 4), id="pp2 to hsdp", marks=pytest.mark.slow
+        ),
+        pytest.param((2, {}, 2), (2, {"pp_size": 2}, 1), id="fsdp2 to pp2", marks=pytest.mark.slow),
+        pytest.param((2, BUCKETED, 2), (2, {"cp_size": 2}, 1), id="bucketed to cp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_under_another_layout_as_if_it_had_never_stopped(before, after, path, tmp_path):
+    changes = {**BATCH, "save_steps": 3}
+    whole = run(tmp_path / "whole", None, 1, path, **changes, save_strategy="no")
+    for (ranks, mesh, size), resumes in ((before, None), (after, tmp_path / "run" / "checkpoint-3")):
+        mesh = {"strategy": "fsdp2"} | mesh
+        found = over(ranks, mesh, tmp_path / "run", size, path, resumes, **changes, save_strategy="steps")
+    wanted, found = ([each for each in logged if "loss" in each] for logged in (whole, found))
+    assert not trainer_cases.differences(wanted, found)
+    check_weights(tmp_path, 1e-7)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=["fsdp2", "tp2", "pp2"])
 def test_each_row_is_evaluated_once_and_the_best_model_comes_back(mesh, path, tmp_path):
     changes = {
@@ -77,15 +121,12 @@ def test_each_row_is_evaluated_once_and_the_best_model_comes_back(mesh, path, tm
         "max_steps": 4,
     }
     # Of 13 rows some data rank has none in the second round; Trainer means over batches, so that it gets one.
-    whole = run_cases.run(str(tmp_path / "whole"), None, 1, path, None, **changes, per_device_eval_batch_size=13)
+    whole = run(tmp_path / "whole", None, 1, path, **changes, per_device_eval_batch_size=13)
     size = 1 if mesh else 2
-    told = over(
-        2, {"strategy": "fsdp2"} | mesh, tmp_path / "run", size, path, **changes, per_device_eval_batch_size=6 // size
-    )
-    assert not differences(whole, told)
+    changes["per_device_eval_batch_size"] = 6 // size
+    found = over(2, {"strategy": "fsdp2"} | mesh, tmp_path / "run", size, path, **changes)
+    assert not trainer_cases.differences(whole, found)
     scores = [each["eval_accuracy"] for each in whole if "eval_accuracy" in each]
     assert max(scores) != scores[-1], "the last model is the best: nothing has to come back"
-    mine = weights(tmp_path / "run" / "model")
-    for name, value in weights(tmp_path / "whole" / "model").items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-6)
+    check_weights(tmp_path, 1e-6)
     assert len([*(tmp_path / "run").glob("checkpoint-*")]) <= 2

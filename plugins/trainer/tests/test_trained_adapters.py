@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from meshwright.launch.open_world import open_world
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
 GRPO = {"num_generations": 4, "max_completion_length": 4, "beta": 0.5, "temperature": 1.0, "max_steps": 2}
+
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("DPO", "GRPO")]
 
 
 @pytest.fixture(scope="module")
@@ -66,48 +68,45 @@ def trained(kind: str, model: Any, directory: Path, mesh: Any, passed: dict[str,
     return losses
 
 
-def check_same(tmp_path: Path, wanted: list[float], found: list[float]) -> None:
+def check_same(tmp_path: Path, kind: str, given: Callable[[], tuple[Any, dict[str, Any]]], **changes: Any) -> None:
+    """The same losses and trained weights in TRL and over a mesh, given a model and what is passed beside it."""
+    (model, passed), (other, likewise) = given(), given()
+    wanted = trained(kind, model, tmp_path / "plain", None, passed, **changes)
+    found = trained(kind, other, tmp_path / "mine", {"strategy": "single"}, likewise, **changes)
     assert wanted == pytest.approx(found, abs=2e-6)
     plain, mine = (torch.load(tmp_path / name / "trained.pt") for name in ("plain", "mine"))
     assert plain.keys() == mine.keys()
     assert all(torch.allclose(mine[name], value, atol=2e-5) for name, value in plain.items())
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+@pytest.mark.parametrize("kind", ["SFT", *SLOW_KINDS])
 def test_a_path_and_an_adapter_train_as_in_trl(kind: str, path: Path, tmp_path: Path) -> None:
-    changes = {"gradient_checkpointing": True}
-    wanted = trained(kind, str(path / "model"), tmp_path / "plain", None, {"peft_config": lora()}, **changes)
-    mesh = {"strategy": "single"}
-    found = trained(kind, str(path / "model"), tmp_path / "mine", mesh, {"peft_config": lora()}, **changes)
-    check_same(tmp_path, wanted, found)
+    check_same(tmp_path, kind, lambda: (str(path / "model"), {"peft_config": lora()}), gradient_checkpointing=True)
 
 
-@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_the_reference_of_an_adapter_that_was_trained_is_the_adapter_as_it_was(
     kind: str, path: Path, tmp_path: Path
 ) -> None:
-    found = {}
-    for name, mesh in (("plain", None), ("mine", {"strategy": "single"})):
+    def given() -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(3)
         base = AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32)
-        model = get_peft_model(base, lora(init_lora_weights=False))
-        passed = {"processing_class": trainer_cases.digits()}
-        found[name] = trained(kind, model, tmp_path / name, mesh, passed)
-    check_same(tmp_path, found["plain"], found["mine"])
+        return get_peft_model(base, lora(init_lora_weights=False)), {"processing_class": trainer_cases.digits()}
+
+    check_same(tmp_path, kind, given)
 
 
-@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("is_adapted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tokens_of_another_tokenizer_are_added_and_trained_as_in_trl(
     is_adapted: bool, path: Path, tmp_path: Path
 ) -> None:
-    changes = {"chat_template_path": str(path / "template")}
-    found = {}
-    for name, mesh in (("plain", None), ("mine", {"strategy": "single"})):
-        passed = {"peft_config": lora()} if is_adapted else {}
-        found[name] = trained("SFT", str(path / "model"), tmp_path / name, mesh, passed, **changes)
-    check_same(tmp_path, found["plain"], found["mine"])
+    def given() -> tuple[Any, dict[str, Any]]:
+        return str(path / "model"), {"peft_config": lora()} if is_adapted else {}
+
+    check_same(tmp_path, "SFT", given, chat_template_path=str(path / "template"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["path", "model", "adapted"])
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_an_adapter_is_saved_as_peft_loads_it(kind: str, given: str, path: Path, tmp_path: Path) -> None:

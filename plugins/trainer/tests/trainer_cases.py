@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
+import trl
+import trl.trainer.utils
 from transformers import PreTrainedTokenizerFast
 
+import meshwright_trainer
+from meshwright.launch.open_world import open_world
 from meshwright.testing.models import case_model, tiny_model
 
 with warnings.catch_warnings():
@@ -107,56 +112,40 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
     """A trainer of a kind, over a mesh or, without, transformers' or TRL's own."""
     names = {"trainer": "Trainer", "dpo": "DPOTrainer", "dpo_moe": "DPOTrainer", "reward": "RewardTrainer"}
     name = names.get(kind, "SFTTrainer")
-    if mesh is None:
-        import transformers
-        import trl
-
-        cls, given = getattr(transformers if name == "Trainer" else trl, name), {}
-    else:
-        import meshwright_trainer
-
-        cls, given = getattr(meshwright_trainer, f"Mesh{name}"), {"mesh": mesh}
+    plain = getattr(transformers if name == "Trainer" else trl, name)
+    cls, given = (plain, {}) if mesh is None else (getattr(meshwright_trainer, f"Mesh{name}"), {"mesh": mesh})
     basic = arguments(directory, data_size, **further)
     if kind == "trainer":
-        from transformers import TrainingArguments
-
         rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in numbers(48, 5)]
         data = {"train_dataset": Dataset.from_list(rows[:40]), "eval_dataset": Dataset.from_list(rows[40:])}
-        return cls(model(), TrainingArguments(**basic), data_collator=Padded(), **data, **given)
+        return cls(model(), transformers.TrainingArguments(**basic), data_collator=Padded(), **data, **given)
     if kind in ("dpo", "dpo_moe"):
-        from trl import DPOConfig
-
         make = routed if kind == "dpo_moe" else model
         reference = make()
         with torch.no_grad():
             generator = torch.Generator().manual_seed(11)
             for parameter in reference.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-        args = DPOConfig(**{"beta": 0.4, "max_length": 16, "pad_to_multiple_of": 8, **basic})
+        args = trl.DPOConfig(**{"beta": 0.4, "max_length": 16, "pad_to_multiple_of": 8, **basic})
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
         return cls(make(), reference, args, processing_class=digits(), **data, **given)
     if kind == "reward":
-        from transformers import AutoModelForSequenceClassification
-        from trl import RewardConfig
-
         config = model().config
         config.num_labels = 1
         torch.manual_seed(0)
-        scorer = AutoModelForSequenceClassification.from_config(config).double()
+        scorer = transformers.AutoModelForSequenceClassification.from_config(config).double()
         scorer.warnings_issued = {}
         usual = {"max_length": 32, "pad_to_multiple_of": 8, "center_rewards_coefficient": 0.01}
-        args = RewardConfig(**usual | basic)
+        args = trl.RewardConfig(**usual | basic)
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
         return cls(scorer, args, processing_class=digits(), **data, **given)
-    from trl import SFTConfig
-
     packing = {"packing": True, "max_length": 32, "packing_strategy": "bfd"} if kind == "packed" else {"max_length": 16}
-    args = SFTConfig(**{**packing, "pad_to_multiple_of": 8, **basic})
+    args = trl.SFTConfig(**{**packing, "pad_to_multiple_of": 8, **basic})
     if kind == "lora":
-        from peft import LoraConfig
-
         torch.manual_seed(7)
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        given["peft_config"] = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+        )
     size = 160 if kind == "packed" else 40
     data = {"train_dataset": text_of(size, 1), "eval_dataset": text_of(EVALUATED, 2)}
     trained = routed() if kind == "moe" else model()
@@ -180,10 +169,8 @@ class WideHead:
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Trainers of transformers and TRL compute losses in float32; here in float64."""
-    import trl.trainer.utils as utils
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "_ChunkedLogProbFunction", WideHead)
+        patch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", WideHead)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         patch.setattr(torch, "float", torch.float64)
         yield
@@ -199,26 +186,27 @@ def history(trainer: Any) -> list[dict[str, float]]:
     ]
 
 
-def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
-    from meshwright.launch.open_world import open_world
-
-    mesh = json.loads(mesh_json)
-    torch.set_num_threads(1)
+def histories(mesh: Any, directory: Path, kinds: Sequence[str]) -> dict[str, Any]:
+    """What trainers log over a mesh; a task of a pool."""
+    sharing = math.prod(mesh.get(axis, 1) for axis in ("tp_size", "cp_size", "pp_size"))
     with open_world("cpu") as world, in_float64():
-        sharing = 1
-        for axis in ("tp_size", "cp_size", "pp_size"):
-            sharing *= mesh.get(axis, 1)
-        for kind in kinds:
-            try:
-                found: Any = history(made(kind, mesh, Path(directory) / kind, world.size // sharing))
-            except Exception as error:
-                import traceback
-
-                traceback.print_exc()
-                found = f"{type(error).__name__}: {error}"
-            if world.rank == 0:
-                (Path(directory) / f"{kind}.json").write_text(json.dumps(found))
+        return {kind: history(made(kind, mesh, directory / kind, world.size // sharing)) for kind in kinds}
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+def differences(
+    wanted: Any, found: Any, tolerance: float = 1e-6, small: float = 1e-3, unlike: Collection[str] = (), at: str = ""
+) -> list[str]:
+    """Where two things that runs tell are not alike; numbers beyond a relative tolerance, below `small` of that."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        keys = [key for key in wanted if key not in unlike]
+        if set(keys) != set(found) - set(unlike):
+            return [f"{at}: {sorted(set(wanted) ^ set(found))}"]
+        pairs = [(f".{key}", wanted[key], found[key]) for key in keys]
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(wanted, found, strict=True))]
+    elif isinstance(wanted, float) and isinstance(found, (int, float)):
+        is_close = abs(found - wanted) <= tolerance * max(abs(wanted), small)
+        return [] if is_close else [f"{at}: {found} and not {wanted}"]
+    else:
+        return [] if wanted == found else [f"{at}: {found!r:.200} and not {wanted!r:.200}"]
+    return [text for key, a, b in pairs for text in differences(a, b, tolerance, small, unlike, at + key)]

@@ -1,7 +1,4 @@
-"""Options of the `pipeline` strategy, and the numbers of stages and microbatches that they ask for. No torch.
-
-Which blocks a stage gets is decided in `cut.split`, and what a schedule orders in `schedule`.
-"""
+"""Options of the `pipeline` strategy, and the numbers of stages and microbatches that they ask for. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.validation import DTYPES, NO_FLOAT16, FrozenModel
 from meshwright.files.class_paths import check_import
 
-from .schedule.from_csv import microbatches_in_csv, read_csv, stages_in_csv
-from .schedule.order import Schedule
-from .schedule.rules import SCHEDULES, build_schedule, schedule_rule
-from .schedule.timeline import bubble_fraction, peak_live
+from .schedule.order import Schedule, bubble_fraction, peak_live
+from .schedule.rules import SCHEDULES, build_schedule, read_csv, schedule_rule, sizes_in_csv
 
 if TYPE_CHECKING:
     from meshwright.mesh.sizes import Degrees
@@ -109,20 +104,13 @@ class PipelineConfig(FrozenModel):
         return found
 
     def forecast(self, *, layers: int, ranks: int, sequences: int, head: float = 0.0) -> tuple[float, float]:
-        """What a schedule costs, as far as its order tells, if all stages have the same number of blocks.
+        """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
 
         Args:
             layers: blocks of the model.
             ranks: size of the pipeline axis.
             sequences: of a step, on each data-parallel rank.
             head: the time of what the last stage computes beside its blocks, as a number of blocks.
-
-        Returns:
-            The share of time in which ranks wait, and the most microbatches at once whose activations some rank holds
-            on all of its stages.
-
-        Raises:
-            ConfigError: the blocks or sequences do not divide so.
         """
         stages = number_of_stages(self, layers=layers, ranks=ranks)
         microbatches = number_of_microbatches(self, sequences=sequences)
@@ -159,10 +147,10 @@ class PipelineConfig(FrozenModel):
     @field_validator("module_fqns_per_model_part")
     @classmethod
     def _check_parts(cls, value: list[list[str]] | None) -> list[list[str]] | None:
-        if value is not None and not all(value):
-            raise ValueError("must hold at least one stage, and each stage at least one module")
         if value == []:
             raise ValueError("must hold at least one stage; null: stages are found")
+        if not all(value or ()):
+            raise ValueError("must hold at least one stage, and each stage at least one module")
         return value
 
     @model_validator(mode="after")
@@ -202,11 +190,7 @@ class CountedBlocks(PipelineConfig):
 
 
 def check_options(config: PipelineConfig, degrees: Degrees) -> None:
-    """Refuse options that cannot act yet.
-
-    Raises:
-        ConfigError: names the option.
-    """
+    """Refuse options that cannot act."""
     if config.patch_inner_model != config.patch_causal_lm_model:
         raise ConfigError(
             f"patch_inner_model={config.patch_inner_model} and patch_causal_lm_model={config.patch_causal_lm_model}: "
@@ -219,16 +203,12 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
                     f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
                     f"Leave one of them out."
                 )
-        if degrees.cp > 1:
-            raise ConfigError(
-                f"patch_inner_model=false with cp_size={degrees.cp}: stages are given hidden states, and which "
-                f"positions these have is not known. Set cp_size=1."
-            )
-        if degrees.tp > 1:
-            raise ConfigError(
-                f"patch_inner_model=false with tp_size={degrees.tp}: which layers of a stage are sharded is not known. "
-                f"Set tp_size=1."
-            )
+        for axis, size, unknown in (
+            ("cp_size", degrees.cp, "stages are given hidden states, and which positions these have"),
+            ("tp_size", degrees.tp, "which layers of a stage are sharded"),
+        ):
+            if size > 1:
+                raise ConfigError(f"patch_inner_model=false with {axis}={size}: {unknown} is not known. Set {axis}=1.")
     if config.scale_grads_in_schedule:
         raise ConfigError(
             "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
@@ -237,21 +217,13 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
 
 
 def number_of_stages(config: PipelineConfig, *, layers: int, ranks: int) -> int:
-    """Stages of the whole model, on all ranks together.
-
-    Args:
-        layers: blocks of the model.
-        ranks: size of the pipeline axis.
-
-    Raises:
-        ConfigError: the schedule does not take this number, it is no multiple of `ranks`, or there are too few blocks.
-    """
+    """Stages of a model of so many blocks, on all ranks of the pipeline axis together."""
     source, stages = _stages_asked(config, layers, ranks)
     # A file may place stages as it likes, several on one rank and one on another.
     if config.pp_schedule_csv is None:
         rule = schedule_rule(str(config.pp_schedule))
-        chunks = stages / ranks
-        if chunks != int(chunks):
+        chunks, rest = divmod(stages, ranks)
+        if rest:
             rounding = (
                 " or set round_virtual_stages_to_pp_multiple to 'up' or 'down'" if config.layers_per_stage else ""
             )
@@ -260,7 +232,7 @@ def number_of_stages(config: PipelineConfig, *, layers: int, ranks: int) -> int:
             )
         if chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
             raise ConfigError(
-                f"{source} gives {stages} stages, {int(chunks)} on each of {ranks} ranks, but "
+                f"{source} gives {stages} stages, {chunks} on each of {ranks} ranks, but "
                 f"pp_schedule={config.pp_schedule!r} takes {rule.chunks_allowed} on a rank. "
                 f"Change one of them{_fitting_layers(layers, ranks, rule.min_chunks)}."
             )
@@ -281,10 +253,9 @@ def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str,
     if config.layers_per_stage is not None:
         source = f"layers_per_stage={config.layers_per_stage} with {layers} blocks"
         stages = -(-layers // config.layers_per_stage)
-        rounding = config.round_virtual_stages_to_pp_multiple
-        if rounding == "up":
+        if config.round_virtual_stages_to_pp_multiple == "up":
             stages = -(-stages // ranks) * ranks
-        elif rounding == "down":
+        elif config.round_virtual_stages_to_pp_multiple == "down":
             stages = stages // ranks * ranks
         if not stages:
             raise ConfigError(
@@ -293,7 +264,7 @@ def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str,
             )
         return source, stages
     if config.pp_schedule_csv is not None:
-        return f"pp_schedule_csv={config.pp_schedule_csv!r}", stages_in_csv(config.pp_schedule_csv)
+        return f"pp_schedule_csv={config.pp_schedule_csv!r}", sizes_in_csv(config.pp_schedule_csv)[0]
     return f"pp_schedule={config.pp_schedule!r}", ranks * schedule_rule(str(config.pp_schedule)).min_chunks
 
 
@@ -304,14 +275,7 @@ def _fitting_layers(layers: int, ranks: int, chunks: int) -> str:
 
 
 def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
-    """Microbatches of one run of the schedule.
-
-    Args:
-        sequences: of a step, on each data-parallel rank.
-
-    Raises:
-        ConfigError: the sequences do not divide into microbatches, or into runs of the size that is set.
-    """
+    """Microbatches of one run of the schedule, for the sequences of a step on each data-parallel rank."""
     batch, size = config.run_size or sequences, config.pp_microbatch_size
     if sequences % batch:
         raise ConfigError(
@@ -325,7 +289,7 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
         )
     if config.pp_schedule_csv is None:
         return batch // size
-    microbatches = microbatches_in_csv(config.pp_schedule_csv)
+    _, microbatches = sizes_in_csv(config.pp_schedule_csv)
     if config.run_size is not None and batch // size != microbatches:
         raise ConfigError(
             f"pp_batch_size={batch} is {batch // size} microbatches of {size}, but "
@@ -336,11 +300,7 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
 
 
 def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The schedule by name or from a file; see `build_schedule` and `read_csv`.
-
-    Raises:
-        ConfigError: it does not take these numbers, or the file cannot be used.
-    """
+    """The schedule by name or from a file; see `build_schedule` and `read_csv`."""
     if config.pp_schedule_csv is not None:
         return read_csv(config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
     return build_schedule(str(config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)

@@ -1,7 +1,5 @@
 """The contract of a strategy for a model in stages, each of which a manager of the inner strategy trains.
 
-How stages come to be is in `start`, what a step runs in `run`, and how state goes through the stages in `state`. What a
-manager of one stage does already is asked of it, not done again.
 Source: Huang et al. 2019, arXiv:1811.06965; torch.distributed.pipelining for the names of schedules.
 """
 
@@ -13,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,7 +19,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.types import Batch, Objective, TokenStatistic
 from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.ending import Ending, Findings
+from meshwright.manager.ending import Ending
 from meshwright.manager.start import check_new, check_nothing_pending, check_trainable, require_model
 from meshwright.manager.steps import Steps
 from meshwright.mesh.given_mesh import as_mesh
@@ -35,23 +34,19 @@ from meshwright.step.forward_options import forward_takes
 from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
 from meshwright.step.tokens import Recorder
 from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import get_strategy
+from meshwright.strategy.registry import get_strategy, model_layout
 from meshwright.tensors.norms import check_clip
 
 from .config import PipelineConfig, check_options
-from .cut.shallow import InStages, in_stages
-from .run.action_times import TimelineRecorder
-from .run.all_runs import run_all
-from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
-from .run.in_flight import check_activations, choose_activations
-from .run.stage import PipelineStage
-from .run.statistics import regrouped
-from .run.users_loss import objective_of
+from .cut.split import InStages, in_stages
+from .run.actions import TimelineRecorder, run_all
+from .run.losses import objective_of
+from .run.orders import check_sizes, converted, cut_batch, filled_up
+from .run.stage import PipelineStage, check_activations, choose_activations
 from .start import Setting, Stages, take_apart, take_as_given
 from .state.copies import Copies
-from .state.gradient_norms import norms_by_part, total_norm
 from .state.manager import StatefulStages
-from .state.parameter_names import Names
+from .state.names import Names
 
 
 class PipelineManager(StatefulStages):
@@ -136,7 +131,7 @@ class PipelineManager(StatefulStages):
 
     def in_stages(self, model: nn.Module) -> InStages | None:
         """What a plan needs to know of the stages of a model; see `meshwright.plan.stages.InStages`."""
-        return in_stages(model, self.config, self.mesh.degrees.pp)
+        return in_stages(model, model_layout(model), self.config, self.mesh.degrees.pp)
 
     # -- steps
 
@@ -156,7 +151,10 @@ class PipelineManager(StatefulStages):
             inputs = converted(pieces, lambda piece: without_columns(given, [piece])[0])
             choose_activations(self._stages, self._taken.orders, inputs, self.mesh.world)
             losses = self._run(pieces, given, train=True)
-        found = {index: self._finished(manager) for index, manager in self._managers.items()}
+        # Only the first step may find that a stage's gradients are not what they should be.
+        together = self.mesh.world.together
+        finishing = {index: manager.finish_gradients for index, manager in self._managers.items()}
+        found = {index: each() if self._gradients_are_checked else together(each) for index, each in finishing.items()}
         self._gradients_are_checked = True
         shared = self._copies.sum_gradients(found)
         for manager in managers:
@@ -167,11 +165,6 @@ class PipelineManager(StatefulStages):
     def _trainable(self) -> Iterator[nn.Parameter]:
         return (parameter for manager in self._managers.values() for parameter in manager.trainable())
 
-    def _finished(self, manager: DataParallelManager) -> Findings:
-        # Only the first step may find that a stage's gradients are not what they should be.
-        finish = manager.finish_gradients
-        return finish() if self._gradients_are_checked else self.mesh.world.together(finish)
-
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
@@ -181,10 +174,9 @@ class PipelineManager(StatefulStages):
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
         self._recorder.begin(names)
         require_model(self._model)
-        given = self._steps.noting(self._recorder, self._taken_names)
-        self._evaluated(microbatches, None, given)
+        self._evaluated(microbatches, None, self._steps.noting(self._recorder, self._taken_names))
         sizes = [batch["labels"].shape for batch in microbatches]
-        return regrouped(self._recorder, sizes, self.mesh.group("pp"), self.mesh.device, self._loss_dtype)
+        return _regrouped(self._recorder, sizes, self.mesh, self._loss_dtype)
 
     def _evaluated(
         self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
@@ -268,12 +260,11 @@ class PipelineManager(StatefulStages):
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
         frozen = frozen_share(self.mesh, self._copies.frozen())
-        return Terms(
-            self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size, frozen=frozen
-        )
 
-    def _count(self, microbatches: Sequence[Batch]) -> int:
-        return number_of_pieces(microbatches, self.config.pp_microbatch_size)
+        def count(microbatches: Sequence[Batch]) -> int:
+            return sum(batch["input_ids"].shape[0] // size for batch in microbatches)
+
+        return Terms(self._vocab_size, multiple, self._check_batches, count, objective=given, rows=size, frozen=frozen)
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         return announce(microbatches, self.mesh, self._terms(self._given(objective)))
@@ -294,13 +285,31 @@ class PipelineManager(StatefulStages):
 
     def gradient_norms(self) -> dict[str, float]:
         require_model(self._model)
-        return norms_by_part(self._managers, self._names, self._copies, self.mesh)
+        return self._copies.norms_by_part()
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)
-        managers = self._managers
-        norm = total_norm(managers, self._copies, norm_type, self.mesh)
+        norm = self._copies.total_norm(norm_type)
         if max_norm is not None:
-            for manager in managers.values():
+            for manager in self._managers.values():
                 manager.gradients.scale(norm, max_norm)
         return norm
+
+
+def _regrouped(
+    recorder: Recorder, sizes: Sequence[torch.Size], mesh: Mesh, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """What the last stage's recorder has found, for each microbatch (B, S) of the step. Collective."""
+    names, counts = recorder.names, [size.numel() for size in sizes]
+    values = torch.zeros(len(names), sum(counts), device=mesh.device, dtype=dtype)
+    for index, name in enumerate(names if recorder.found else ()):
+        values[index] = torch.cat([piece[name].flatten() for piece in recorder.found])
+    # All but one rank have zeros, so that nothing is rounded.
+    dist.all_reduce(values, group=mesh.group("pp"))
+    return [
+        {
+            name: (found.bool() if name == "is_top1" else found).unflatten(0, size)
+            for name, found in zip(names, of_batch, strict=True)
+        }
+        for of_batch, size in zip(values.split(counts, 1), sizes, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""The entry point of the distribution meshwright-pipeline: what it registers. Imports no torch until it builds."""
+"""What the distribution meshwright-pipeline registers. Imports no torch until it builds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> PipelineManager:
-    """A pipeline on the mesh of all ranks, around the inner strategy; see `PipelineManager`."""
     from .manager import PipelineManager
 
     return PipelineManager(config, mesh, inner)

@@ -1,6 +1,6 @@
 """`meshwright pipeline show`: what each rank will do when, before anything is started. No process group, no weights.
 
-Times are those of `schedule.timeline`, in forwards of an average stage; nothing is measured.
+Times are those of `schedule.order.timeline`, in forwards of an average stage; nothing is measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from meshwright.train.run.run_file import RunConfig, load_run
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .cut.split import elements, ends, split_model
-from .schedule.order import Action, Kind, Schedule
-from .schedule.timeline import UNIT_COSTS, Times, bubble_fraction, peak_live, timeline
+from .schedule.order import UNIT_COSTS, Kind, Schedule, Times, bubble_fraction, peak_live, timeline
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -53,7 +52,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class View:
-    """A run's pipeline."""
+    """A run's pipeline; times are in forwards of an average stage."""
 
     schedule: Schedule
     stages: tuple[StageView, ...]
@@ -62,17 +61,17 @@ class View:
 
     @cached_property
     def times(self) -> Times:
-        """When each action runs, with each stage's own cost; in forwards of an average stage."""
+        """When each action runs, with each stage's own cost."""
         return timeline(self.schedule, stage_costs=self.costs)
 
     @property
     def costs(self) -> list[float]:
-        """Of a forward of each stage, in forwards of an average one."""
+        """Of a forward of each stage."""
         return [stage.cost for stage in self.stages]
 
     @cached_property
     def end(self) -> float:
-        """When the last action ends, in forwards of an average stage."""
+        """When the last action ends."""
         return max(rank[-1][2] for rank in self.times)
 
     @property
@@ -103,11 +102,7 @@ class View:
 
 
 def view_of(config: RunConfig) -> View:
-    """Work out the pipeline of a run.
-
-    Raises:
-        MeshwrightError: the run has no pipeline, or it is not valid.
-    """
+    """Work out the pipeline of a run."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,22 +131,21 @@ def view_of(config: RunConfig) -> View:
     microbatches = number_of_microbatches(options, sequences=config.batch_size // degrees.dp)
     return View(
         schedule_of(options, ranks=degrees.pp, stages=count, microbatches=microbatches),
-        tuple(_stages(model, layout, blocks, split)),
+        tuple(_stages(model, layout, [[blocks[index] for index in part] for part in split])),
         options.pp_microbatch_size,
     )
 
 
-def _stages(model: Any, layout: Any, blocks: Sequence[str], split: Sequence[range]) -> list[StageView]:
+def _stages(model: Any, layout: Any, blocks: Sequence[Sequence[str]]) -> list[StageView]:
     at_ends = ends(model, layout)
-    held = [[blocks[index] for index in part] for part in split]
-    parameters = [sum(elements(model, block) for block in part) for part in held]
+    parameters = [sum(elements(model, block) for block in part) for part in blocks]
     costs = [float(count) for count in parameters]
     for stage, module, cost in ((0, layout.embedding, at_ends["first"]), (-1, layout.head, at_ends["last"])):
         parameters[stage] += elements(model, module)
         costs[stage] += cost
     mean = sum(costs) / len(costs)
     return [
-        StageView(tuple(part), count, cost / mean) for part, count, cost in zip(held, parameters, costs, strict=True)
+        StageView(tuple(part), count, cost / mean) for part, count, cost in zip(blocks, parameters, costs, strict=True)
     ]
 
 
@@ -164,8 +158,10 @@ def as_tables(view: View) -> list[Any]:
 
     split = Table("stage", "rank", "blocks", "parameters", "cost", title=view.headline, title_justify="left")
     for index, stage in enumerate(view.stages):
-        owner = str(view.schedule.placement[index])
-        split.add_row(str(index), owner, _described(stage.blocks), f"{stage.parameters:,}", f"{stage.cost:.2f}")
+        first, *rest = stage.blocks
+        last = f" to {rest[-1].rpartition('.')[2]}" if rest else ""
+        held, owner = f"{first}{last} ({len(stage.blocks)})", view.schedule.placement[index]
+        split.add_row(str(index), str(owner), held, f"{stage.parameters:,}", f"{stage.cost:.2f}")
     ranks = Table("rank", "stages", "bubble", "peak of live microbatches")
     for rank, peak in enumerate(peak_live(view.schedule)):
         stages = ", ".join(map(str, view.schedule.stages_of(rank)))
@@ -173,64 +169,44 @@ def as_tables(view: View) -> list[Any]:
     return [split, ranks, view.bubbles]
 
 
-def _described(blocks: Sequence[str]) -> str:
-    if len(blocks) == 1:
-        return f"{blocks[0]} (1)"
-    return f"{blocks[0]} to {blocks[-1].rpartition('.')[2]} ({len(blocks)})"
-
-
 def as_lines(view: View, width: int) -> list[Text]:
     """The timeline, a line for each rank: letters of the actions, lower case for all but a rank's first stage; and
     what they mean."""
     from rich.text import Text
 
+    schedule = view.schedule
+    bubble = f"#808080 on {BUBBLE}"
+    styles = {kind: f"bold #ffffff on {colour}" for kind, colour in COLOURS.items()}
     shortest = min(min(view.costs) * cost for cost in UNIT_COSTS.values())
-    margin = len(f"rank {view.schedule.ranks - 1} ")
+    margin = len(f"rank {schedule.ranks - 1} ")
     columns = max(1, min(width - margin, round(view.end / shortest)))
     lines = []
     for rank, times in enumerate(view.times):
+        first = schedule.stages_of(rank)[0]
         line = Text(f"rank {rank} ".rjust(margin))
         for column in range(columns):
             now = (column + 0.5) * view.end / columns
             action = next((each for each, start, end in times if start <= now < end), None)
             if action is None:
-                line.append("·", style=f"#808080 on {BUBBLE}")
+                line.append("·", style=bubble)
             else:
-                line.append(_letter(action, view.schedule, rank), style=_style(action.kind))
+                letter = str(action.kind)
+                line.append(letter if action.stage == first else letter.lower(), style=styles[action.kind])
         lines.append(line)
-    return [*lines, _legend(view, " " * margin)]
-
-
-def _legend(view: View, margin: str) -> Text:
-    from rich.text import Text
-
-    line = Text(margin)
+    legend = Text(" " * margin)
     for kind in view.kinds:
-        line.append(str(kind), style=_style(kind)).append(f" {NAMES[kind]}  ")
-    line.append("·", style=f"#808080 on {BUBBLE}").append(" bubble")
-    if view.schedule.stages > view.schedule.ranks:
-        line.append("  lower case: not the rank's first stage")
-    return line
-
-
-def _style(kind: Kind) -> str:
-    return f"bold #ffffff on {COLOURS[kind]}"
-
-
-def _letter(action: Action, schedule: Schedule, rank: int) -> str:
-    is_first = action.stage == schedule.stages_of(rank)[0]
-    return str(action.kind) if is_first else str(action.kind).lower()
+        legend.append(str(kind), style=styles[kind]).append(f" {NAMES[kind]}  ")
+    legend.append("·", style=bubble).append(" bubble")
+    if schedule.stages > schedule.ranks:
+        legend.append("  lower case: not the rank's first stage")
+    return [*lines, legend]
 
 
 # ---- as a picture
 
 
 def draw(view: View, path: Path) -> None:
-    """Write a PNG (or what else the name's ending says) of ranks over time.
-
-    Raises:
-        ConfigError: the picture cannot be written.
-    """
+    """Write a PNG (or what else the name's ending says) of ranks over time."""
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -251,8 +227,7 @@ def draw(view: View, path: Path) -> None:
             # Numbers that would run into each other are left out.
             if (end - start) / view.end > 0.008:
                 axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
-    peaks = peak_live(view.schedule)
-    axes.set_yticks(range(ranks), [f"rank {rank}\npeak {peaks[rank]}" for rank in range(ranks)])
+    axes.set_yticks(range(ranks), [f"rank {rank}\npeak {peak}" for rank, peak in enumerate(peak_live(view.schedule))])
     axes.invert_yaxis()
     axes.set(xlabel="time [forwards of an average stage]", xlim=(0, view.end))
     axes.set_title(f"{view.headline}\n{view.bubbles}", loc="left", fontsize=9)

@@ -1,7 +1,4 @@
-"""Make this rank's stages: of a whole model that is taken apart, or of the module that the user gives for a stage.
-
-Nothing trains here. Which blocks a stage gets is decided in `cut`, and what a stage does in a step in `run`.
-"""
+"""Make this rank's stages: of a whole model that is taken apart, or of the module that the user gives for a stage."""
 
 from __future__ import annotations
 
@@ -25,28 +22,19 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import model_layout
 
 from .config import PipelineConfig, number_of_stages
-from .cut.cut import Cut
-from .cut.given_stages import try_stages
-from .cut.parts import own_parameters, separate_parts
+from .cut.boundary import Cut
 from .cut.split import split_model
-from .cut.stage_model import take_stage
-from .cut.trial_runs import Study
-from .cut.trial_weights import trial_values
+from .cut.stage_model import own_parameters, separate_parts, take_stage
+from .cut.study import Study
+from .cut.trial_runs import trial_values, try_stages
 from .run.orders import Orders
-from .run.routing import StageRouters
-from .run.stage import GivenStage, PipelineStage, StageOptions
-from .state.parameter_names import Names, first_names, trained_parts
+from .run.stage import GivenStage, PipelineStage, StageRouters
+from .state.names import Names, first_names, trained_parts
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pipeline has besides the model.
-
-    Attributes:
-        config: options.
-        mesh: of all ranks.
-        inner: makes a manager of the inner strategy on the mesh of a stage.
-    """
+    """What a pipeline has besides the model; `inner` makes a manager of the inner strategy on the mesh of a stage."""
 
     config: PipelineConfig
     mesh: Mesh
@@ -58,11 +46,7 @@ class Setting:
         return Orders(self.config, stages=stages, ranks=degrees.pp, rank=self.mesh.axis_rank("pp"))
 
     def stage_manager(self) -> DataParallelManager:
-        """A manager of the inner strategy for one stage.
-
-        Raises:
-            StrategyError: the inner strategy cannot train it; on all ranks alike.
-        """
+        """A manager of the inner strategy for one stage."""
         manager = self.inner(self.mesh.stage())
         if not (isinstance(manager, DataParallelManager) and manager.runs_in_pipeline):
             raise StrategyError(
@@ -77,22 +61,20 @@ class Setting:
             )
         return manager
 
-    def stage_options(self, index: int, orders: Orders, routers: StageRouters | None = None) -> StageOptions:
-        """How a stage runs."""
-        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
-        is_last = index == len(orders.placement) - 1
-        return StageOptions(index == 0, is_last, dtype, orders.splits, routers)
+    def options(self, index: int, orders: Orders) -> dict[str, Any]:
+        """How a stage runs; see `PipelineStage`."""
+        return {
+            "is_first": index == 0,
+            "is_last": index == len(orders.placement) - 1,
+            "dtype": getattr(torch, self.config.dtype) if self.config.dtype is not None else None,
+            "splits": orders.splits,
+        }
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A model in stages, as one rank knows it.
-
-    Attributes:
-        here: this rank's, by their numbers, ascending.
-        orders: in which they run.
-        names: of the whole model.
-    """
+    """A model in stages, as one rank knows it: this rank's by their numbers, ascending, their orders, and the names of
+    the whole model."""
 
     here: Mapping[int, PipelineStage]
     orders: Orders
@@ -102,21 +84,15 @@ class Stages:
 def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
     """Make stages of a whole model, which is taken apart in place. Collective.
 
-    Args:
-        model: the same on all ranks; it may be on the meta device.
-        weights: of the model; None: its own.
-
-    Raises:
-        ModelError: it cannot be cut, with the reason; on all ranks, before anything is changed.
-        ConfigError: it does not divide as the options say; likewise.
-        StrategyError: the inner strategy cannot train a stage; likewise.
+    The model is the same on all ranks, and may be on the meta device. What cannot be cut, divided or trained is refused
+    on all ranks, before anything is changed.
     """
     mesh = setting.mesh
     weights = equal_weights(model, weights, mesh)
     layout = model_layout(model)
     with trial_values(model, weights, mesh.device):
         cut, split, found = mesh.world.together(lambda: _divided(model, layout, setting))
-    wide = next(model.parameters()).dtype == torch.float64
+    sums = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
     orders = setting.orders(len(split))
     names = Names.of_model(model, layout, cut, split)
     # All that may be refused, before the model is taken apart.
@@ -128,8 +104,9 @@ def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> S
     for index, part in parts.items():
         boundary = cut.boundary(split[index])
         take_stage(part, cut, split[index], boundary)
-        routers = StageRouters(*found, torch.float64 if wide else torch.float32) if found is not None else None
-        stages[index] = PipelineStage(managers[index], boundary, setting.stage_options(index, orders, routers))
+        routers = StageRouters(*found, sums) if found is not None else None
+        options = setting.options(index, orders)
+        stages[index] = PipelineStage(managers[index], boundary, **options, routers=routers)
     own_parameters(list(parts.values()))
     # NCCL wants the first collective of a group to be of all its ranks, which a batch between two is not.
     dist.all_reduce(torch.zeros((), device=mesh.device), group=mesh.group("pp"))
@@ -157,16 +134,9 @@ def _divided(
 
 
 def take_as_given(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
-    """Take a module for this rank's stage; see [Note: given stages] in `given_stages`. Collective.
+    """Take a module for this rank's stage; see [Note: given stages] in `cut.trial_runs`. Collective.
 
-    Args:
-        model: this rank's stage, with its weights.
-        weights: None, or values for them.
-
-    Raises:
-        ModelError: a stage has no weights, or cannot be called as it must be; on all ranks.
-        ConfigError: the schedule takes more than one stage on a rank.
-        StrategyError: the inner strategy cannot train a stage.
+    The module has its weights; `weights` are None, or values for them.
     """
     config, mesh = setting.config, setting.mesh
     ranks, index = mesh.degrees.pp, mesh.axis_rank("pp")
@@ -188,6 +158,6 @@ def take_as_given(model: nn.Module, weights: Weights | None, setting: Setting) -
     dist.all_gather_object(known, mine, group=mesh.group("pp"))
     names = Names.of_stages(known)
     boundary = try_stages(model, mesh, forward_options(model))
-    stage = GivenStage(setting.stage_manager(), boundary, setting.stage_options(index, orders))
+    stage = GivenStage(setting.stage_manager(), boundary, **setting.options(index, orders))
     mesh.world.together(lambda: stage.parallelize_as_given(model, weights))
     return Stages({index: stage}, orders, names)

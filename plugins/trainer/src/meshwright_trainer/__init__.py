@@ -12,9 +12,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from meshwright.base.errors import ConfigError
+
 if TYPE_CHECKING:
+    from .arguments import MeshArguments as MeshArguments
     from .grpo import MeshGRPOMixin as MeshGRPOMixin
-    from .mesh_options import MeshArguments as MeshArguments
     from .mixin import MeshTrainerMixin as MeshTrainerMixin
 
 _OVER = {
@@ -24,7 +26,7 @@ _OVER = {
     "MeshRewardTrainer": ("trl", "RewardTrainer"),
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
-_OWN = {"MeshArguments": ".mesh_options", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
+_OWN = {"MeshArguments": ".arguments", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
 __all__ = [
     "MeshArguments",
     "MeshDPOTrainer",
@@ -41,8 +43,22 @@ def __getattr__(name: str) -> Any:
     if name in _OWN:
         return getattr(import_module(_OWN[name], __name__), name)
     if name in _OVER:
-        from .over import over
-
-        made = globals()[name] = over(name, *_OVER[name])
+        made = globals()[name] = _over(name, *_OVER[name])
         return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _over(name: str, package: str, base: str) -> type:
+    """The mixin over a trainer of an installed package."""
+    from .grpo import MeshGRPOMixin
+    from .mixin import MeshTrainerMixin
+
+    try:
+        cls = getattr(import_module(package), base)
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} is over {base} of {package}, which cannot be imported: {error}. Install it: pip install "
+            f"'{package}>=1.16'."
+        ) from error
+    mixin = MeshGRPOMixin if base == "GRPOTrainer" else MeshTrainerMixin
+    return type(name, (mixin, cls), {"__doc__": f"`{base}` over a mesh; see `{mixin.__name__}`."})

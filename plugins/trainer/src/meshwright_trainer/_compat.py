@@ -12,18 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
-
-from meshwright.strategy.contract import StrategyManager
-
-from .stand_in import StandIn
-from .state import check_directory
 
 if TYPE_CHECKING:
     from transformers import Trainer
-else:
-    Trainer = object
 
 PRIVATE = {
     "_move_model_to_device": "each rank gets what it keeps of the model, and no more",
@@ -36,7 +29,7 @@ PRIVATE = {
     "_load_from_checkpoint": "it is read when the model is sharded",
     "_load_best_model": "likewise",
 }
-"""Methods of `transformers.Trainer` that are overridden, and why."""
+"""Methods of `transformers.Trainer` that `OnMesh` overrides, and why."""
 
 PRIVATE_OF_GRPO = {
     "_prepare_inputs": "what it makes of prompts is a microbatch without the names that the manager knows",
@@ -44,7 +37,7 @@ PRIVATE_OF_GRPO = {
     "_generate_single_turn": "the model is generated with whole, and ranks that share a batch share completions",
     "_get_per_token_logps_and_entropies": "old and reference log-probabilities are the manager's to compute",
 }
-"""Methods of trl's `GRPOTrainer` that are overridden, and why."""
+"""Methods of trl's `GRPOTrainer` that `MeshGRPOMixin` overrides, and why."""
 GATHERED = {
     "trl.trainer.grpo_trainer": ["gather", "gather_object", "use_adapter"],
     "trl.generation.vllm_generation": ["gather_object"],
@@ -56,69 +49,6 @@ ROWS_AT_ONCE = 64
 """`resize_to_multiple_of` of TRL's `clone_chat_template`."""
 STREAMED = "_iter_named_params"
 """Method of trl's `VLLMGeneration` that gives the weights for `sync_weights`, on all processes."""
-
-
-class PrivateMethods(Trainer):
-    """`PRIVATE`, of a mixin that has a manager."""
-
-    # The mixin's.
-    begin_training: Callable[[int, str | None], None]
-    load_state: Callable[[str], None]
-    restore_generators: Callable[[], None]
-    # Trainer's and TRL's.
-    model: Any
-    ref_model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    accelerator: Any
-    control: Any
-    _metrics: Any
-    _total_train_tokens: Any
-
-    if TYPE_CHECKING:
-
-        @property
-        def manager(self) -> StrategyManager: ...
-
-    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        pass
-
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> tuple[nn.Module, Any]:
-        self.begin_training(max_steps, resume_from_checkpoint)
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = train_dataloader
-        return self.model, train_dataloader
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self.manager.clip_grad_norm(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        norm = self.manager.clip_grad_norm(None) if grad_norm is None else grad_norm
-        return self.manager.read(norm)[0]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        pass
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        pass
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.restore_generators()
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        check_directory(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        self.load_state(self.state.best_model_checkpoint)
-
-
-def prepared(trainer: Trainer, inputs: Any) -> dict[str, Any]:
-    """A microbatch as Trainer prepares it for its model."""
-    return trainer._prepare_inputs(inputs)
 
 
 def note_columns(trainer: Trainer) -> None:
@@ -136,12 +66,8 @@ def needs_values(path: str, args: Any, passed: Mapping[str, Any]) -> bool:
     """Whether TRL looks at the values of a model while it makes a trainer, so that the model cannot be read later.
 
     With `chat_template_path`, a tokenizer whose tokens are added (TRL's `clone_chat_template`), TRL draws new rows of
-    the embedding by the mean of the others, and lets an adapter start from the rows of added tokens.
-
-    Args:
-        path: of the model.
-        args: the trainer's.
-        passed: what the trainer is called with beside them, by name.
+    the embedding by the mean of the others, and lets an adapter start from the rows of added tokens. `path` is the
+    model's, and `passed` what the trainer is called with beside `args`, by name.
     """
     template = getattr(args, "chat_template_path", None)
     if template is None or (Path(template).is_file() and str(template).endswith((".jinja", ".j2"))):
@@ -181,41 +107,6 @@ def as_reference(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             setattr(layer, switch, was)
-
-
-class PrivateGRPOMethods(Trainer):
-    """`PRIVATE_OF_GRPO`, of a mixin that has a manager."""
-
-    # The mixin's.
-    as_microbatch: Callable[[dict[str, Any]], dict[str, Any]]
-    functions_of_data_ranks: Callable[[], dict[str, Callable[..., Any]]]
-    generated: Callable[[Callable[[], Any]], Any]
-    log_probs_of: Callable[[Any, Tensor, Tensor, int, int | None], Tensor]
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        return self.as_microbatch(super()._prepare_inputs(generation_batch))
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        with in_place_of(self.functions_of_data_ranks()):
-            return super()._generate_and_score_completions(inputs)
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        generate = super()._generate_single_turn
-        return self.generated(lambda: generate(*args, **kwargs))
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if isinstance(model, StandIn):
-            ask = super()._get_per_token_logps_and_entropies
-            return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        return self.log_probs_of(model, input_ids, attention_mask, logits_to_keep, batch_size), None, None
 
 
 def note_microbatch(trainer: Any, seconds: float) -> None:

@@ -23,12 +23,7 @@ from meshwright.mesh.mesh import Mesh
 
 
 class DataRanks:
-    """An accelerator of which each process is a data rank.
-
-    Args:
-        accelerator: of the trainer; what is not here is its own.
-        mesh: of the trainer.
-    """
+    """The accelerator of a trainer, of which each process is a data rank; what is not here is its own."""
 
     def __init__(self, accelerator: Any, mesh: Mesh) -> None:
         self._accelerator, self._mesh = accelerator, mesh
@@ -79,8 +74,7 @@ class DataRanks:
     def gather(self, values: Any) -> Any:
         """Tensors of all data ranks behind each other along their first dim; scalars become (data ranks,).
 
-        Args:
-            values: a tensor, or lists, tuples and mappings of tensors, of equal shapes on all data ranks.
+        `values` are a tensor, or lists, tuples and mappings of tensors, of equal shapes on all data ranks.
         """
         return recursively_apply(self._gather, values)
 

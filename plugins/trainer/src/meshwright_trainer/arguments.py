@@ -1,26 +1,30 @@
-"""What a trainer's arguments mean over a mesh: those that the layout takes over, and those that cannot be honoured.
+"""What the `mesh` and the arguments of a trainer mean: a layout, as of a run file, and what cannot be honoured there.
 
-`arguments.yaml` lists them all. An argument that it lacks is a user's own, and left alone.
+`arguments.yaml` lists all arguments. One that it lacks is a user's own, and left alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, InstanceOf
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from meshwright.base.errors import ConfigError
-from meshwright.base.validation import as_config
+from meshwright.base.validation import FrozenModel, as_config, validated
+from meshwright.mesh.sizes import MeshSizes
 from meshwright.strategy.spec import StrategySpec
-
-from .mesh_options import MeshOptions
+from meshwright.strategy.stack import strategy_of
+from meshwright.train.run.run_file import load_run
 
 NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "prediction_step")
 """Methods of Trainer that users override, and that nothing calls over a mesh."""
@@ -44,16 +48,8 @@ def arguments_among(values: Iterable[Any]) -> Any:
 
 
 def check_arguments(args: Any, trainer: type, passed: Mapping[str, Any] | None = None) -> None:
-    """Refuse what cannot be honoured, by name, before anything is sent.
-
-    Args:
-        args: a trainer's arguments, or None.
-        trainer: its class, of which overridden methods are looked at.
-        passed: what the trainer is called with beside them, by name.
-
-    Raises:
-        ConfigError: names the first of them, its value and the way to go; the same on every rank.
-    """
+    """Refuse the first of a trainer's arguments (`passed` by name, or in `args`), and of the overridden methods of its
+    class, that cannot be honoured; before anything is sent, on every rank."""
     for name, rule in known_arguments()["refused"].items():
         value = _value((passed or {}, args), name)
         if value is _MISSING or (rule.get("several_ranks") and args.world_size == 1):
@@ -119,11 +115,7 @@ def _check_methods(trainer: type) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model with the head of a vocabulary that does not predict the next token.
-
-    Raises:
-        ConfigError: so that its labels would be taken for what they are not.
-    """
+    """Refuse a model with the head of a vocabulary that does not predict the next token."""
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return
     usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
@@ -144,19 +136,14 @@ def adopt_router_loss(trainer: Any) -> None:
 
 
 def layout_options(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshOptions:
-    """The options of a layout with those that a trainer's arguments have for it: precision and recomputation.
-
-    Raises:
-        ConfigError: the strategy has no such option.
-    """
+    """The options of a layout with those that a trainer's arguments have for it: precision and recomputation."""
     config = options.strategy_config
     if isinstance(config, BaseModel):
         # What has its default is as if left out.
         own = as_config(spec.config_cls, config, where=f"strategy_config of {spec.name!r}")
-        fields = type(own).model_fields.items()
         config = {
             name: getattr(own, name)
-            for name, field in fields
+            for name, field in type(own).model_fields.items()
             if getattr(own, name) != field.get_default(call_default_factory=True)
         }
     config = dict(config)
@@ -174,3 +161,69 @@ def layout_options(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshO
             )
         config.setdefault(name, value)
     return options.model_copy(update={"strategy_config": config})
+
+
+# -- the mesh
+
+
+class MeshOptions(FrozenModel):
+    """The keys of a run file that say how a model is laid out."""
+
+    strategy: str = Field(default="fsdp2", description="Name of a strategy.")
+    strategy_config: dict[str, Any] | InstanceOf[BaseModel] = Field(default={}, description="Its options.")
+    wrapper_config: dict[str, dict[str, Any]] = Field(
+        default={}, description="Options of wrapping strategies, by name."
+    )
+    sizes: MeshSizes = MeshSizes()
+
+
+@dataclass
+class MeshArguments:
+    """`mesh` on a command line: `HfArgumentParser((SFTConfig, MeshArguments))` gives `--strategy fsdp2 --tp_size 2`."""
+
+    strategy: str = field(default="fsdp2", metadata={"help": "Name of a strategy; see `meshwright strategies`."})
+    strategy_config: str = field(default="{}", metadata={"help": "Options of the strategy, as JSON."})
+    wrapper_config: str = field(default="{}", metadata={"help": "Options of wrapping strategies by name, as JSON."})
+    dp_size: int | None = field(default=None, metadata={"help": "Data-parallel degree; left out: inferred."})
+    dp_replicate_size: int | None = field(default=None, metadata={"help": "Copies of the parameters."})
+    tp_size: int = field(default=1, metadata={"help": "Tensor-parallel degree."})
+    pp_size: int = field(default=1, metadata={"help": "Number of pipeline ranks."})
+    cp_size: int = field(default=1, metadata={"help": "Context-parallel degree."})
+    ep_size: int = field(default=1, metadata={"help": "Expert-parallel degree."})
+
+
+def mesh_options(given: Mapping[str, Any] | MeshArguments | MeshOptions | str | Path | None) -> MeshOptions:
+    """The `mesh` of a trainer.
+
+    Args:
+        given: keys of a run file (`strategy`, `strategy_config`, `wrapper_config`, `tp_size`, ...), the path of a run
+            file of which only these are read, `MeshArguments`, or None: `fsdp2` over all ranks. Where `strategy_config`
+            is an object, such as a DDPConfig, the strategy follows from its class.
+    """
+    if isinstance(given, MeshOptions):
+        return given
+    if isinstance(given, (str, Path)):
+        run = load_run(given, [])
+        given = {name: getattr(run, name) for name in ("strategy", "strategy_config", "wrapper_config")} | {
+            name: getattr(run, name) for name in MeshSizes.model_fields
+        }
+    elif isinstance(given, MeshArguments):
+        values = asdict(given)
+        given = values | {name: _from_json(name, values[name]) for name in ("strategy_config", "wrapper_config")}
+    elif given is not None and not isinstance(given, Mapping):
+        raise ConfigError(
+            f"mesh={given!r:.200} is no mapping such as {{'strategy': 'fsdp2', 'tp_size': 2}}, no path of a run file "
+            f"and no MeshArguments."
+        )
+    keys = dict(given or {})
+    if "strategy" not in keys and isinstance(keys.get("strategy_config"), BaseModel):
+        keys["strategy"] = strategy_of(keys["strategy_config"])
+    sizes = {name: keys.pop(name) for name in MeshSizes.model_fields if name in keys}
+    return validated(MeshOptions, {**keys, "sizes": validated(MeshSizes, sizes, where="mesh")}, where="mesh")
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}={text!r} is no JSON: {error}. Give a mapping such as '{{}}'.") from None

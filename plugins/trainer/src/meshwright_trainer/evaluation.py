@@ -19,9 +19,9 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput
 
 from meshwright.base.types import IGNORED_LABEL
+from meshwright.mesh.mesh import Mesh
 
-from ._compat import prepared
-from .stand_in import labels_of
+from .objective import labels_of
 
 PADDING = -100
 """Of predictions and labels of different lengths, as in Trainer."""
@@ -30,34 +30,29 @@ IDLE = "is_idle"
 
 
 def evaluated(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
-    """Evaluate on what a data loader of this data rank gives; collective.
-
-    Args:
-        takes_predictions: whether predictions are gathered, on every rank.
-    """
+    """Evaluate on what a data loader of this data rank gives, and gather predictions on every rank. Collective."""
     sums, counts, samples = 0.0, 0, 0
-    found = _Predictions(trainer) if takes_predictions else None
-    accelerator = trainer.accelerator
+    found: list[dict[str, np.ndarray]] = []
     try:
         for inputs, rows in _rounds(trainer, dataloader):
-            accelerator.present = [bool(each) for each in rows]
+            trainer.accelerator.present = [bool(each) for each in rows]
             loss, count, predicted = trainer.evaluate_batch(inputs, takes_logits=takes_predictions)
             sums, counts, samples = sums + loss * count, counts + count, samples + sum(rows)
-            if found is not None:
-                found.add(inputs, predicted)
+            if takes_predictions:
+                found += _predictions(trainer.mesh, inputs, predicted)
             handler = trainer.callback_handler
             trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     finally:
-        accelerator.present = None
-    predictions, labels = (None, None) if found is None else (found.whole("predictions"), found.whole("labels"))
+        trainer.accelerator.present = None
+    whole = {name: _joined([each[name] for each in found]) for name in (found[0] if found else ())}
+    predictions, labels = whole.get("predictions"), whole.get("labels")
     metrics: dict[str, Any] = {}
-    if trainer.compute_metrics is not None and predictions is not None and labels is not None:
-        kinds = trainer.args.include_for_metrics
-        given = {"inputs": found.whole("inputs")} if found is not None and "inputs" in kinds else {}
+    if trainer.compute_metrics is not None and found:
+        given = {"inputs": whole["inputs"]} if "inputs" in trainer.args.include_for_metrics else {}
         metrics = dict(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **given)))
-    if counts:
-        metrics[f"{metric_key_prefix}_loss"] = sums / counts
     prefix = f"{metric_key_prefix}_"
+    if counts:
+        metrics[f"{prefix}loss"] = sums / counts
     metrics = {name if name.startswith(prefix) else prefix + name: _plain(value) for name, value in metrics.items()}
     return EvalLoopOutput(predictions=predictions, label_ids=labels, metrics=metrics, num_samples=samples)
 
@@ -69,7 +64,8 @@ def _plain(value: Any) -> Any:
 def _rounds(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Microbatches of this data rank, as many as the rank with the most has, and how many rows each data rank has."""
     mesh = trainer.mesh
-    iterator, last = iter(dataloader), None
+    iterator = iter(dataloader)
+    last: Any = None
     while True:
         inputs = next(iterator, None)
         mine = 0 if inputs is None or not mesh.leads_data else len(inputs["input_ids"])
@@ -80,52 +76,36 @@ def _rounds(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], lis
             # A rank without any batch does not know what one looks like.
             told: list[Any] = [None] * mesh.world.size
             dist.all_gather_object(told, inputs, group=mesh.world.group)
-            last = prepared(trainer, next(each for each in told if each is not None))
-        if inputs is not None:
-            last = inputs = prepared(trainer, inputs)
-        yield (inputs if inputs is not None else _nothing(last)), rows
+            last = trainer._prepare_inputs(next(each for each in told if each is not None))
+        if inputs is None:
+            inputs = {**last, "labels": torch.full_like(labels_of(last), IGNORED_LABEL), IDLE: True}
+        else:
+            last = inputs = trainer._prepare_inputs(inputs)
+        yield inputs, rows
 
 
-def _nothing(like: Any) -> dict[str, Any]:
-    """A microbatch like another, of which nothing counts."""
-    return {**like, "labels": torch.full_like(labels_of(like), IGNORED_LABEL), IDLE: True}
+def _predictions(mesh: Mesh, inputs: dict[str, Any], predicted: Tensor | None) -> list[dict[str, np.ndarray]]:
+    """Predictions, labels and inputs of a microbatch of each data rank, where some rank knows them. Collective."""
+    mine: dict[str, np.ndarray] | None = None
+    # Of ranks that know the same, the first tells it.
+    tells = all(mesh.axis_rank(axis) == 0 for axis in ("cp", "tp"))
+    if predicted is not None and tells and IDLE not in inputs:
+        found = {"predictions": predicted, "labels": labels_of(inputs), "inputs": inputs["input_ids"]}
+        mine = {name: _array(value) for name, value in found.items()}
+    told: list[Any] = [None] * mesh.world.size
+    dist.all_gather_object(told, (mesh.data_rank, mine), group=mesh.world.group)
+    return [each for _, each in sorted(told, key=lambda pair: pair[0]) if each is not None]
 
 
-class _Predictions:
-    """What is predicted, of all data ranks, in the order of the data set."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._mesh = trainer.mesh
-        self._rounds: list[dict[str, np.ndarray]] = []
-
-    def add(self, inputs: dict[str, Any], predicted: Tensor | None) -> None:
-        """Those of the microbatch that has just been evaluated, where this rank knows them. Collective."""
-        mesh = self._mesh
-        mine: dict[str, np.ndarray] | None = None
-        # Of ranks that know the same, the first tells it.
-        tells = all(mesh.axis_rank(axis) == 0 for axis in ("cp", "tp"))
-        if predicted is not None and tells and IDLE not in inputs:
-            mine = {"predictions": _array(predicted), "labels": _array(labels_of(inputs))}
-            mine["inputs"] = _array(inputs["input_ids"])
-        told: list[Any] = [None] * mesh.world.size
-        dist.all_gather_object(told, (mesh.data_rank, mine), group=mesh.world.group)
-        self._rounds += [each for _, each in sorted(told, key=lambda pair: pair[0]) if each is not None]
-
-    def whole(self, name: str) -> np.ndarray | None:
-        """All "predictions", "labels" or "inputs", one behind the other."""
-        return _joined([each[name] for each in self._rounds])
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    wide = tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
-    return wide.cpu().numpy()
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray | None:
-    if not arrays:
-        return None
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """Arrays one behind the other, filled up to the same length."""
     if arrays[0].ndim > 1:
         length = max(each.shape[1] for each in arrays)
         pads = [[(0, 0), (0, length - each.shape[1]), *[(0, 0)] * (each.ndim - 2)] for each in arrays]
         arrays = [np.pad(each, pad, constant_values=PADDING) for each, pad in zip(arrays, pads, strict=True)]
     return np.concatenate(arrays)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    wide = tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
+    return wide.cpu().numpy()

@@ -14,6 +14,7 @@ Shapes: B rows of a microbatch, S tokens of a prompt and its completion, C of th
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,10 +28,10 @@ from transformers.trainer_utils import EvalLoopOutput
 from meshwright.base.errors import ConfigError
 from meshwright.base.types import IGNORED_LABEL, Objective
 
-from ._compat import STREAMED, PrivateGRPOMethods, as_reference, note_microbatch, prepared, takes_images
+from ._compat import STREAMED, as_reference, in_place_of, note_microbatch, takes_images
 from .arguments import arguments_among
 from .mixin import MeshTrainerMixin
-from .objective import TrainerLoss
+from .objective import StandIn, TrainerLoss
 from .state import Generators
 
 BUCKET_BYTES = 256 << 20
@@ -42,6 +43,7 @@ class MicrobatchLoss(TrainerLoss):
 
     def begin(self, held: list[dict[str, Any]]) -> None:
         super().begin(held)
+        self.is_mean = True
         self.rows = len(held[0]["input_ids"]) if held else 1
 
     def order(self, count: int, device: torch.device) -> Tensor:
@@ -54,7 +56,7 @@ class MicrobatchLoss(TrainerLoss):
         return len(batch["labels"]) // self.rows
 
 
-class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
+class MeshGRPOMixin(MeshTrainerMixin):
     """Goes before a class that derives from trl's `GRPOTrainer`; see `MeshTrainerMixin`.
 
     Without `use_vllm`, each rank generates with the whole model, which has to fit beside its shards. With
@@ -91,17 +93,19 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
 
     # -- completions
 
-    def functions_of_data_ranks(self) -> dict[str, Callable[..., Any]]:
-        """What takes the place of accelerate's functions over processes, and of peft's switch, in trl's modules."""
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         told = self.accelerator.gather_objects
-        return {
+        functions = {
             "gather": lambda values: torch.cat(told(values.cpu())).to(values.device),
             "gather_object": lambda values: [each for part in told(values) for each in part],
             "use_adapter": lambda *_, **__: as_reference(self.manager.model_parts),
         }
+        with in_place_of(functions):
+            return super()._generate_and_score_completions(inputs)
 
-    def generated(self, generate: Callable[[], Any]) -> Any:
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """What the first rank of those that share this batch generates; see the module's first note. Collective."""
+        generate = functools.partial(super()._generate_single_turn, *args, **kwargs)
         found = generate() if self.args.use_vllm else self._generated_whole(generate)
         if self.get_tp_size() > 1:
             found, generators = self.accelerator.gather_objects((found, Generators()))[self.mesh.data_rank]
@@ -125,19 +129,24 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
 
     # -- log-probabilities, of old weights and of a reference
 
-    def log_probs_of(self, model: Any, ids: Tensor, mask: Tensor, keep: int, batch_size: int | None) -> Tensor:
-        """Log-probabilities of completions under the model or the reference model, (B, C). Collective.
-
-        Args:
-            model: the model that is trained, or the reference model.
-            ids: tokens of prompts and completions, int64, (B, S).
-            mask: 1 on tokens, 0 on padding, int64, (B, S).
-            keep: C.
-            batch_size: rows at a time.
-        """
-        whole = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask, keep)}
-        size = batch_size or len(ids)
-        parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, len(ids), size)]
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Log-probabilities of completions under the model or the reference model, (B, C), of C = `logits_to_keep`; no
+        entropies. Collective."""
+        if isinstance(model, StandIn):
+            ask = super()._get_per_token_logps_and_entropies
+            return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        labels = completion_labels(input_ids, attention_mask, logits_to_keep)
+        whole = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        size, count = batch_size or len(input_ids), len(input_ids)
+        parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, count, size)]
         is_reference = self.ref_model is not None and model is self.ref_model
         known: AbstractContextManager[Any] = self._reference() if is_reference else nullcontext(self.manager)
         generators = Generators()
@@ -145,10 +154,11 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
             stats = manager.token_stats(parts, ["log_probs"])
         # A layout may try a model with numbers that it draws, on some ranks.
         generators.restore()
-        return torch.cat([each["log_probs"][:, :-1][:, -keep:] for each in stats])
+        return torch.cat([each["log_probs"][:, :-1][:, -logits_to_keep:] for each in stats]), None, None
 
-    def as_microbatch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Completions that are scored, under the names of a microbatch."""
+        inputs = super()._prepare_inputs(generation_batch)
         if "prompt_ids" not in inputs:
             return inputs
         ids, mask = (
@@ -162,8 +172,7 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
 
     def _objective(self, *, takes_logits: bool) -> Objective:
         if False not in self._losses:
-            size, dtype = self._vocab_size, self._dtype
-            self._losses[False] = MicrobatchLoss(self, on="tokens", rows=1, is_mean=True, vocab_size=size, dtype=dtype)
+            self._losses[False] = MicrobatchLoss(self)
         return self._losses[False]
 
     def _with_reference(self, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,7 +200,7 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
         total, count, samples = 0.0, 0, 0
         for batch in dataloader:
             self._set_training(False)
-            loss, each, _ = self.evaluate_batch(prepared(self, batch), takes_logits=False)
+            loss, each, _ = self.evaluate_batch(self._prepare_inputs(batch), takes_logits=False)
             total, count, samples = total + loss * each, count + each, samples + len(batch) * self.mesh.data_size
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self._set_training(False)
@@ -219,11 +228,7 @@ def scale_logits(model: nn.Module | None, temperature: Callable[[], float]) -> N
 
 
 def check_rollouts(trainer: Any) -> None:
-    """Refuse by name what a trainer of completions cannot do over a mesh, beside its arguments.
-
-    Raises:
-        ConfigError: names the first, with the way to go.
-    """
+    """Refuse by name what a trainer of completions cannot do over a mesh, beside its arguments."""
     for name in ("tools", "environment_factories", "rollout_func"):
         if getattr(trainer, name, None):
             raise ConfigError(
@@ -247,11 +252,7 @@ def check_rollouts(trainer: Any) -> None:
 
 
 def deal_groups(args: Any, data_size: int) -> None:
-    """Count completions over data ranks, where GRPOConfig has counted them over processes.
-
-    Raises:
-        ConfigError: groups do not fit.
-    """
+    """Count completions over data ranks, where GRPOConfig has counted them over processes."""
     args.generation_batch_size = args.per_device_train_batch_size * data_size * args.steps_per_generation
     sizes = [("generation_batch_size", args.generation_batch_size, args.num_generations)]
     if args.do_eval and args.eval_strategy != "no":

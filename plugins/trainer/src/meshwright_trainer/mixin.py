@@ -2,7 +2,7 @@
 
 [Note: a step] Trainer goes microbatch by microbatch, and a manager takes all of a step at once: microbatches are held
 until the last one of a step is there. How many tokens there are, which rank sees what, the norm and the clipping are
-the manager's; what is minimized is the trainer's own loss, see [Note: the trainer's own loss] in `stand_in`.
+the manager's; what is minimized is the trainer's own loss, see [Note: the trainer's own loss] in `objective`.
 
 [Note: ranks that share a batch] What Trainer calls a process is a data rank; see `accelerator`.
 """
@@ -24,11 +24,9 @@ from meshwright.base.types import Objective
 from meshwright.objectives.registry import get_objective
 from meshwright.step.agreement import count_tokens
 
-from ._compat import prepared
 from .evaluation import evaluated
-from .objective import REFERENCE, TrainerLoss
+from .objective import REFERENCE, ROWS, TrainerLoss, labels_of, numbered
 from .on_mesh import OnMesh
-from .stand_in import ROWS, labels_of, numbered
 
 OF_FORWARD = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """Entries of a trainer's microbatch that the model is called with."""
@@ -73,7 +71,7 @@ class MeshTrainerMixin(OnMesh):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Hold a microbatch; with the last one of a step, compute its gradients. The loss of the whole step, then."""
         self._set_training(True)
-        self._held.append(prepared(self, inputs))
+        self._held.append(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
         held, self._held = self._held, []
@@ -92,15 +90,7 @@ class MeshTrainerMixin(OnMesh):
             smoothing = self.args.label_smoothing_factor
             return get_objective({"name": "cross_entropy", "label_smoothing": smoothing}) if smoothing else None
         if takes_logits not in self._losses:
-            self._losses[takes_logits] = TrainerLoss(
-                self,
-                on="tokens" if self._vocab_size else "outputs",
-                rows=self.rows_of_group,
-                is_mean=getattr(self, "loss_is_scaled_for_ga", None) is False or not self._vocab_size,
-                vocab_size=self._vocab_size,
-                dtype=self._dtype,
-                takes_logits=takes_logits,
-            )
+            self._losses[takes_logits] = TrainerLoss(self, takes_logits=takes_logits)
         return self._losses[takes_logits]
 
     def _batches(self, held: Sequence[dict[str, Any]], objective: Objective | None) -> list[dict[str, Tensor]]:
@@ -223,5 +213,5 @@ class MeshTrainerMixin(OnMesh):
         # A manager puts the mode of what it wraps back to its own.
         self._set_training(False)
         self._log_loss(objective)
-        predictions = objective.kept.of(0).get("predictions") if isinstance(objective, TrainerLoss) else None
+        predictions = objective.kept[0].get("predictions") if isinstance(objective, TrainerLoss) else None
         return float(loss), int(count), predictions

@@ -1,24 +1,60 @@
-"""The objective of a trainer: its own `compute_loss`, of a microbatch or some of its rows; see [Note: the trainer's
-own loss] in `stand_in`."""
+"""The objective of a trainer: its own `compute_loss`, called with something that stands in for the model.
+
+[Note: the trainer's own loss] Losses of trainers, TRL's and those of users, are written against a model: they call it
+with a microbatch and make a mean of what it returns. Here the manager runs the model, under whatever layout, and gives
+statistics of its tokens to an objective. So the objective calls `compute_loss` of the trainer with a `StandIn`, which
+answers with these statistics under the names that the model's outputs have. What a loss logs on the way it gathers over
+data ranks; that is done after the step, on statistics that were kept, with a second call: an objective sends nothing.
+
+Shapes: B rows of a microbatch, S positions of each, V entries of the vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from meshwright.base.errors import ConfigError
 from meshwright.base.types import IGNORED_LABEL
 from meshwright.step.tokens import Outputs, Tokens
 
 from .accelerator import OneCall
-from .stand_in import ROWS, Answer, Kept, StandIn, from_tokens, labels_of, rows_of
 
+ROWS = "meshwright_trainer_rows"
+"""Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `numbered`."""
 REFERENCE = "reference_log_probs"
 """Key of a microbatch that is held: log-probabilities under the reference model, (B, S - 1)."""
+_STRIDE = 1 << 32
+
+_STATISTICS: Mapping[str, Callable[[Tokens], Tensor]] = {
+    "log_probs": lambda tokens: tokens.log_probs[:, :-1],
+    "entropy": lambda tokens: tokens.entropy.where(tokens.mask, 0.0)[:, :-1],
+    "mean_logits": lambda tokens: tokens.mean_logit.where(tokens.mask, 0.0)[:, :-1],
+    "is_top1": lambda tokens: tokens.is_top1[:, :-1],
+    "label_mask": lambda tokens: tokens.mask[:, :-1],
+}
+"""Fields of TRL's outputs of a fused head, (B, S - 1), of our statistics; 0 where there is no label."""
+
+
+def numbered(microbatch: int, order: Tensor) -> Tensor:
+    """The column `ROWS` of the rows that a trainer's microbatch has in this order; int64, (B,)."""
+    return order + microbatch * _STRIDE
+
+
+def labels_of(inputs: Mapping[str, Tensor]) -> Tensor:
+    """The labels of a trainer's microbatch, int64, (B, S): its own; or its completions; or all that is no padding."""
+    if "labels" in inputs:
+        return inputs["labels"]
+    ids = inputs["input_ids"]
+    for name in ("completion_mask", "attention_mask"):
+        if name in inputs:
+            return ids.masked_fill(inputs[name] == 0, IGNORED_LABEL)
+    return ids
 
 
 class TrainerLoss:
@@ -27,44 +63,31 @@ class TrainerLoss:
     A trainer either divides by the number of items itself, where the sum over items is taken here, or means over the
     groups of rows of a microbatch (pairs, sequences), where that mean times the number of groups is.
 
-    Args:
-        trainer: whose `compute_loss` is called.
+    Attributes:
         on: what the model's head gives.
         rows: how many rows of a microbatch make a group: 2 for pairs, whose chosen rows come first in the trainer's
             order, and which lie side by side in the manager's.
         is_mean: whether the loss is a mean over groups.
-        vocab_size: of the head.
-        dtype: of the model's parameters.
-        takes_logits: whether what is predicted is kept, as "predictions".
-
-    Attributes:
         held: the microbatches of the step, as the trainer has them.
-        kept: statistics of the step, for what is logged.
+        kept: statistics of each microbatch of the step, for what is logged; predictions, where they are asked for.
         is_here: whether this rank has the loss, as the last ranks of a pipeline have.
     """
 
     columns = (ROWS,)
 
-    def __init__(
-        self,
-        trainer: Any,
-        *,
-        on: Literal["tokens", "outputs"],
-        rows: int,
-        is_mean: bool,
-        vocab_size: int,
-        dtype: torch.dtype,
-        takes_logits: bool = False,
-    ) -> None:
+    def __init__(self, trainer: Any, *, takes_logits: bool = False) -> None:
         self.name = f"loss of {type(trainer).__name__}"
-        self.on, self.rows, self.is_mean = on, rows, is_mean
-        self._trainer, self._vocab_size, self._takes_logits = trainer, vocab_size, takes_logits
-        self._dtype = dtype
+        self._trainer, self._vocab_size, self._dtype = trainer, trainer._vocab_size, trainer._dtype
+        self._takes_logits = takes_logits
+        self.on: Literal["tokens", "outputs"] = "tokens" if self._vocab_size else "outputs"
+        self.rows = trainer.rows_of_group
+        self.is_mean = getattr(trainer, "loss_is_scaled_for_ga", None) is False or not self._vocab_size
         self.begin([])
 
     def begin(self, held: list[dict[str, Any]]) -> None:
         """Called before each step and evaluation."""
-        self.held, self.kept, self.is_here = held, Kept(), False
+        self.held, self.is_here = held, False
+        self.kept: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def order(self, count: int, device: torch.device) -> Tensor:
         """The trainer's rows in the manager's order; int64, (count,)."""
@@ -80,7 +103,8 @@ class TrainerLoss:
         self.is_here = True
         if not bool(seen.mask.any()):
             return seen.nothing()
-        microbatch, rows = rows_of(columns[ROWS])
+        column = columns[ROWS]
+        microbatch, rows = int(column[0]) // _STRIDE, column % _STRIDE
         called = [self._call(seen, microbatch, rows, back) for back in self.calls(len(rows), rows.device)]
         return torch.stack(called).sum()
 
@@ -91,21 +115,24 @@ class TrainerLoss:
 
     def _call(self, seen: Tokens | Outputs, microbatch: int, rows: Tensor, back: Tensor) -> Tensor:
         mine, held = rows[back], self.held[microbatch]
-        get = from_tokens(seen, back, self._vocab_size)
+
+        def keep(name: str, value: Tensor) -> None:
+            kept = self.kept[microbatch]
+            if name not in kept:
+                kept[name] = value.new_zeros((len(held["input_ids"]), *value.shape[1:]))
+            kept[name][mine] = value.detach()
 
         def noted(name: str) -> Tensor:
-            value = get(name)
+            value = _answer_of(seen, name, back, self._vocab_size)
             if (value.dim() and name != "logits") or self.on == "outputs":
-                self.kept.note(microbatch, name, mine, value, len(held["input_ids"]))
+                keep(name, value)
             return value
 
         inputs = _rows(held, mine, self.rows)
         if self._takes_logits:
-            predicted = get("logits").detach()
+            predicted = _answer_of(seen, "logits", back, self._vocab_size).detach()
             reduce = self._trainer.preprocess_logits_for_metrics
-            if reduce is not None:
-                predicted = reduce(predicted, labels_of(inputs))
-            self.kept.note(microbatch, "predictions", mine, predicted, len(held["input_ids"]))
+            keep("predictions", predicted if reduce is None else reduce(predicted, labels_of(inputs)))
         loss = self._loss(noted, inputs, is_logged=False)
         return loss * (len(back) // self.rows) if self.is_mean else loss
 
@@ -118,7 +145,7 @@ class TrainerLoss:
 
     def _kept(self, microbatch: int, name: str) -> Tensor:
         """A statistic of a microbatch; zeros where it has no target, so that nothing was asked."""
-        values, ids = self.kept.of(microbatch), self.held[microbatch]["input_ids"]
+        values, ids = self.kept[microbatch], self.held[microbatch]["input_ids"]
         if name in values:
             return values[name]
         if self.on == "outputs":
@@ -131,26 +158,45 @@ class TrainerLoss:
 
     def _loss(self, get: Any, inputs: dict[str, Any], *, is_logged: bool) -> Tensor:
         trainer = self._trainer
-        answer = Answer(get)
         reference = inputs.pop(REFERENCE, None)
         ids = inputs["input_ids"]
         known = None if reference is None else StandIn(trainer.model, ids, Answer({"log_probs": reference}.__getitem__))
-        model, one = StandIn(trainer.model, ids, answer), torch.ones((), device=ids.device)
+        model, one = StandIn(trainer.model, ids, Answer(get)), torch.ones((), device=ids.device)
         with _stood_in(trainer, known, is_logged=is_logged):
             found: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=one)
         return found
 
 
+def _answer_of(seen: Tokens | Outputs, name: str, order: Tensor, vocab_size: int) -> Tensor:
+    """What `Answer` gets under a name of an objective's first argument, of the rows in this order; int64, (B,)."""
+    if isinstance(seen, Outputs):
+        if name != "logits":
+            raise ConfigError(f"the trainer's loss asks for {name!r} of a model that classifies; it has 'logits'.")
+        return seen.logits[order]
+    if name == "loss":
+        # Of one item: Trainer's losses divide by the number of items, which here is the manager's to do.
+        return -seen.log_probs.sum()
+    if name == "logits":
+        # All of them, whole on this rank: float32 or wider, (B, S, V).
+        every_V = torch.arange(vocab_size, device=seen.targets.device)
+        return (seen.log_probs_of(every_V.expand(*seen.targets.shape, -1)) + seen.logsumexp[..., None])[order]
+    if name not in _STATISTICS:
+        raise ConfigError(
+            f"the trainer's loss asks for {name!r} of the model, and there is: loss, logits, "
+            f"{', '.join(_STATISTICS)}. Take a loss that is made of these."
+        )
+    return _STATISTICS[name](seen)[order]
+
+
 def _rows(held: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
     """The entries of a microbatch for some of its rows; those with one value for each group of rows likewise."""
     count = len(held["input_ids"])
-    groups = rows[: len(rows) // group]
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and len(value) == count:
             return value[rows]
         if isinstance(value, Tensor) and value.dim() and len(value) * group == count:
-            return value[groups]
+            return value[rows[: len(rows) // group]]
         return value
 
     return {name: of(value) for name, value in held.items()}
@@ -180,3 +226,51 @@ def _stood_in(trainer: Any, reference: StandIn | None, *, is_logged: bool) -> It
         for name, value in before.items():
             if not (is_logged and name == "_total_train_tokens"):
                 setattr(trainer, name, value)
+
+
+# -- in the place of a model
+
+
+class Answer:
+    """What a model's outputs are to a loss: `get` gives a value by its name ("logits", "loss", or one of a fused head),
+    and `order` has the names of what it is as a tuple."""
+
+    def __init__(self, get: Callable[[str], Tensor], order: Sequence[str] = ("loss", "logits")) -> None:
+        self._get, self._order = get, order
+        self._known: dict[str, Tensor] = {}
+
+    def without_labels(self) -> Answer:
+        """The same of a model that is called without labels, and so has no loss to give first."""
+        other = Answer(self._get, ("logits",))
+        other._known = self._known
+        return other
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._known:
+            self._known[name] = self._get(name)
+        return self._known[name]
+
+    def __getitem__(self, key: int | str) -> Tensor:
+        return getattr(self, key if isinstance(key, str) else self._order[key])
+
+
+class StandIn:
+    """In the place of a model that is called with some `input_ids`: it gives one answer, and refuses other
+    `input_ids`, of which nothing is known. Other attributes are the model's."""
+
+    def __init__(self, model: Any, ids: Tensor, answer: Answer) -> None:
+        self._model, self._ids, self._answer = model, ids, answer
+
+    def __call__(self, *args: Any, **inputs: Any) -> Answer:
+        ids = inputs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
+            raise ConfigError(
+                "the trainer's loss calls the model with other input_ids than those of its microbatch, for which alone "
+                "the model runs over a mesh. Change them in the data or its collator, and call the model with those."
+            )
+        return self._answer if inputs.get("labels") is not None else self._answer.without_labels()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

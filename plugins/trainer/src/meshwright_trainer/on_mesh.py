@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from meshwright.base.errors import CheckpointError, ConfigError
+from meshwright.base.errors import CheckpointError, ConfigError, StrategyError
+from meshwright.base.types import OptimizerFactory
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.adapter_options import InjectedByOthers
@@ -22,19 +24,32 @@ from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
 from meshwright.train.from_pretrained import Wanted, opened, opened_for_injection
 
-from ._compat import PrivateMethods, as_reference, needs_values, note_columns, one_device, without_fused_head
+from ._compat import as_reference, needs_values, note_columns, one_device, without_fused_head
 from .accelerator import DataRanks
-from .arguments import adopt_router_loss, arguments_among, check_arguments, check_model, layout_options
-from .mesh_options import mesh_options
-from .optimizer import SteppedByManager, grouped
-from .state import Generators, load, newest, save
+from .arguments import adopt_router_loss, arguments_among, check_arguments, check_model, layout_options, mesh_options
+from .state import Generators, check_directory, load, newest, save
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
 
 PAIRED = frozenset({"DPOTrainer", "RewardTrainer"})
 """Trainers of pairs, whose microbatches have all chosen rows before the rejected ones."""
 
 
-class OnMesh(PrivateMethods):
-    """What a trainer does with its model as a whole; see `MeshTrainerMixin`."""
+class OnMesh(Trainer):
+    """What a trainer does with its model as a whole; see `MeshTrainerMixin`, and `_compat.PRIVATE` for methods that are
+    private in Trainer."""
+
+    model: Any
+    ref_model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    control: Any
+    _metrics: Any
+    _total_train_tokens: Any
 
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self.mesh_options = mesh_options(mesh)
@@ -162,8 +177,14 @@ class OnMesh(PrivateMethods):
         # Trainer switches it on where it trains; the layout has it, see `layout_options`.
         self.model.activation_checkpointing_enable = lambda **_: None
 
-    def begin_training(self, max_steps: int, checkpoint: str | None) -> None:
-        """Have optimizer and schedule, and the state of a checkpoint; collective."""
+    # -- training
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        pass
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
         manager = self.manager
         if not isinstance(self.optimizer, SteppedByManager) or self.optimizer.manager is not manager:
             cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -172,25 +193,22 @@ class OnMesh(PrivateMethods):
             self.optimizer = SteppedByManager(manager)
         self.lr_scheduler = None
         self.create_scheduler(max_steps, optimizer=manager.optimizer)
-        if checkpoint is not None:
-            self.load_state(checkpoint)
+        if resume_from_checkpoint is not None:
+            self._load_state(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
 
-    def load_state(self, directory: str) -> None:
-        """Load a checkpoint that a trainer has written under any layout; collective."""
-        load(self.manager, Path(directory), self.lr_scheduler)
-        self._generators = Generators()
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self.manager.clip_grad_norm(self.args.max_grad_norm)
 
-    def restore_generators(self) -> None:
-        """Put the generators back to where the checkpoint had them, after batches were passed over."""
-        if self._generators is not None:
-            self._generators.restore()
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        norm = self.manager.clip_grad_norm(None) if grad_norm is None else grad_norm
+        return self.manager.read(norm)[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.train`. With True it goes on from the newest checkpoint that is whole.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """See `Trainer.train`. With True it goes on from the newest checkpoint that is whole."""
         _ = self.manager
         if resume_from_checkpoint is True:
             found = newest(self.mesh.world, Path(self.args.output_dir))
@@ -220,6 +238,28 @@ class OnMesh(PrivateMethods):
 
     # -- files
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        pass
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        pass
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Back to where the checkpoint had them, after batches were passed over.
+        if checkpoint is not None and self._generators is not None:
+            self._generators.restore()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_directory(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load_state(self.state.best_model_checkpoint)
+
+    def _load_state(self, directory: str) -> None:
+        """Load a checkpoint that a trainer has written under any layout; collective."""
+        load(self.manager, Path(directory), self.lr_scheduler)
+        self._generators = Generators()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""
         directory = Path(output_dir or self.args.output_dir)
@@ -239,3 +279,44 @@ class OnMesh(PrivateMethods):
 def _names(cls: type) -> frozenset[str]:
     """Names of a class and all that it derives from."""
     return frozenset(each.__name__ for each in cls.__mro__)
+
+
+class SteppedByManager:
+    """What Trainer calls `step` of; anything else, such as its groups, is the manager's own optimizer's."""
+
+    def __init__(self, manager: StrategyManager) -> None:
+        self.manager = manager
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Step and drop the gradients."""
+        if closure is not None:
+            raise ConfigError("an optimizer over a mesh takes no closure.")
+        self.manager.optimizer_step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager.optimizer, name)
+
+
+def grouped(
+    cls: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    decayed: Collection[str],
+    weight_decay: float,
+    *,
+    known: Collection[str],
+) -> OptimizerFactory:
+    """A factory with Trainer's two groups, of those parameters that are decayed and of the others, by their names of
+    the whole model; it refuses a name that is not among all, `known`."""
+
+    def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        named = list(named_parameters)
+        strange = sorted({name for name, _ in named} - set(known))
+        if strange:
+            raise StrategyError(f"the strategy calls a parameter {strange[0]!r}, and the model has none of that name.")
+        groups = [
+            {"params": [each for name, each in named if (name in decayed) == is_decayed], "weight_decay": decay}
+            for is_decayed, decay in ((True, weight_decay), (False, 0.0))
+        ]
+        return cls([group for group in groups if group["params"]], **options)
+
+    return factory

@@ -32,11 +32,8 @@ def save(
     tokenizer: Any,
     with_state: bool,
 ) -> None:
-    """Write a model as `save_pretrained` does, and, with its state, a checkpoint beside it. Collective.
-
-    Args:
-        with_state: whether the checkpoint stays there, with optimizer and schedule; else it is removed.
-    """
+    """Write a model as `save_pretrained` does, and `with_state` a checkpoint beside it, with optimizer and schedule.
+    Collective."""
     world, inner = manager.mesh.world, directory / INNER
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,11 +62,7 @@ def save(
 
 
 def check_directory(directory: Path) -> None:
-    """Before a run goes on from a directory of Trainer's.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Refuse to go on from what is no directory of Trainer's."""
     if not (directory / TRAINER_STATE).is_file():
         raise CheckpointError(
             f"resume_from_checkpoint={str(directory)!r} is no checkpoint of a trainer: it has no {TRAINER_STATE}. Give "
@@ -78,11 +71,7 @@ def check_directory(directory: Path) -> None:
 
 
 def load(manager: StrategyManager, directory: Path, scheduler: LRScheduler | None) -> None:
-    """Load what `save` has written with state, under any layout. Collective.
-
-    Raises:
-        CheckpointError: it has no state, or as of `load_checkpoint`; on all ranks.
-    """
+    """Load what `save` has written with state, under any layout. Collective."""
     inner = directory / INNER
     if not inner.is_dir():
         raise CheckpointError(
@@ -97,8 +86,7 @@ def load(manager: StrategyManager, directory: Path, scheduler: LRScheduler | Non
 def newest(world: World, root: Path) -> Path | None:
     """The newest directory of a trainer whose checkpoint is whole, with Trainer's own state beside it. Collective.
 
-    Warns:
-        UserWarning: on the first rank, of newer ones that are not whole.
+    The first rank warns of newer ones that are not whole.
     """
 
     def candidates() -> list[Path]:

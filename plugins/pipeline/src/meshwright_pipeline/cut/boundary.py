@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: where it is found, what shape it has, where it is put. Not how it travels.
+"""How a model is cut, and what crosses from one stage to the next: where it is found, its shape, where it is put.
 
 [Note: crossings] Hidden states always cross. Some blocks take more than them from blocks before (keys and values that
 later layers share, states of a router), and some models come back, between or behind blocks, to what they have computed
@@ -10,7 +10,7 @@ same way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from meshwright.base.errors import ModelError
 from meshwright.base.types import Batch
 
-Step = tuple[str, Any]
-"""One step into a container: ("item", index) of a list or tuple, ("key", key) of a mapping."""
-Path = tuple[Step, ...]
-"""Where a tensor is in (args, kwargs) of a call."""
+Path = tuple[tuple[str, Any], ...]
+"""Where a tensor is in (args, kwargs) of a call: steps ("item", index) into lists and tuples, ("key", key) into
+mappings."""
 
 _ARGS, _KWARGS = ("item", 0), ("item", 1)
 
@@ -46,15 +45,7 @@ def _measures(batch: int, length: int) -> dict[str, int]:
 
 
 def dims_of(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int]]) -> tuple[Dim, ...]:
-    """How a shape follows from the batch.
-
-    Args:
-        shapes: of one tensor in several runs.
-        batches: sequences and their length in each.
-
-    Raises:
-        ModelError: the shape does not follow from them.
-    """
+    """How a shape follows from the batch, given the shapes of one tensor for several (sequences, length)."""
     if len({len(shape) for shape in shapes}) == 1:
         dims = [_dim(sizes, batches) for sizes in zip(*shapes, strict=True)]
         if None not in dims:
@@ -69,8 +60,8 @@ def _dim(sizes: Sequence[int], batches: Sequence[tuple[int, int]]) -> Dim | None
     if len(set(sizes)) == 1:
         return Dim(constant=sizes[0])
     for of in ("B", "S", "BS"):
-        measures = [_measures(*batch)[of] for batch in batches]
-        (low, size), (high, other) = min(zip(measures, sizes, strict=True)), max(zip(measures, sizes, strict=True))
+        pairs = [(_measures(*batch)[of], size) for batch, size in zip(batches, sizes, strict=True)]
+        (low, size), (high, other) = min(pairs), max(pairs)
         factor = (other - size) // (high - low)
         dim = Dim(of, factor, size - factor * low)
         if factor > 0 and [dim.size(*batch) for batch in batches] == list(sizes):
@@ -92,16 +83,49 @@ class Crossing:
         return tuple(dim.size(batch, length) for dim in self.dims)
 
 
-def hidden_path(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Path:
-    """Where the hidden states are among the arguments of a block.
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut: facts that runs of it have shown.
 
-    Raises:
-        ModelError: there are none.
+    Attributes:
+        blocks: names, in the order in which they run.
+        outside: for each module outside of the blocks that has parameters of its own, after how many blocks it runs;
+            nothing for those that do not run.
+        outputs: dims and dtype of what those return that return one tensor.
+        kept: those without a parameter that trains, such as tables of positions; every stage holds them.
+        loose: names of parameters of modules that contain the blocks; the first stage holds them.
+        widths: for each block, the length of the tuple that it returns; None where it returns a tensor.
+        crossings: what crosses the boundary before each block at which the model is cut, by the block's index.
+        in_place: see `Boundary`.
     """
-    named = dict(kwargs)
-    first = {"hidden_states": named.pop("hidden_states")} if "hidden_states" in named else {}
+
+    blocks: tuple[str, ...]
+    outside: Mapping[str, frozenset[int]]
+    outputs: Mapping[str, tuple[tuple[Dim, ...], torch.dtype]]
+    kept: frozenset[str]
+    loose: tuple[str, ...]
+    widths: Mapping[str, int | None]
+    crossings: Mapping[int, tuple[Crossing, ...]] = field(default_factory=dict)
+    in_place: bool = False
+
+    def runs_in(self, module: str, stage: range) -> bool:
+        """Whether a stage runs a module outside of the blocks on real values, and so must hold it."""
+        if module in self.kept:
+            return True
+        positions = self.outside[module] or {0}
+        return any(stage.start < each <= stage.stop or each == stage.start == 0 for each in positions)
+
+    def boundary(self, stage: range) -> Boundary:
+        """For a stage with these blocks."""
+        entering, leaving = self.crossings.get(stage.start, ()), self.crossings.get(stage.stop, ())
+        return Boundary(entering, leaving, in_place=self.in_place)
+
+
+def hidden_path(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Path:
+    """Where the hidden states are among the arguments of a block."""
     places: list[tuple[Path, Any]] = [((_ARGS, ("item", index)), value) for index, value in enumerate(args)]
-    places += [((_KWARGS, ("key", name)), value) for name, value in {**first, **named}.items()]
+    names = sorted(kwargs, key=lambda name: name != "hidden_states")
+    places += [((_KWARGS, ("key", name)), kwargs[name]) for name in names]
     for path, value in places:
         if isinstance(value, Tensor) and value.is_floating_point():
             return path
@@ -145,42 +169,29 @@ def put_at(value: Any, path: Path, tensor: Tensor) -> Any:
     return items if isinstance(value, list) else tuple(items)
 
 
-def size_of(batch: Batch) -> tuple[int, int]:
-    """Sequences of a microbatch, and their length."""
-    batch_size, length = batch["input_ids"].shape
-    return batch_size, length
-
-
 class Boundary:
     """What has come into a stage, and what it keeps for the stages behind it; set before each forward.
 
-    Args:
-        entering: what crosses the boundary before the stage; the hidden states first.
-        leaving: what crosses the one behind it.
-        in_place: write what was received into the model's own tensors, which it may use besides giving them to blocks.
+    `entering` crosses the boundary before the stage, the hidden states first, and `leaving` the one behind it. With
+    `in_place`, what was received is written into the model's own tensors, which may have other uses than blocks.
     """
 
     def __init__(
         self, entering: Sequence[Crossing] = (), leaving: Sequence[Crossing] = (), *, in_place: bool = False
     ) -> None:
         self.entering, self.leaving, self.in_place = tuple(entering), tuple(leaving), in_place
-        self.size = (0, 0)
-        """Batch and length of the microbatch."""
+        self.size: tuple[int, int] = (0, 0)
+        """Sequences of the microbatch, and their length."""
         self.device = torch.device("cpu")
-        """Of the microbatch."""
         self.received: tuple[Tensor, ...] = ()
         self.early: dict[str, Tensor] = {}
         """By the name of its module: what was computed before the first block and crosses."""
 
     def start(self, batch: Batch, received: Sequence[Tensor] = ()) -> None:
-        """Begin with a microbatch.
-
-        Args:
-            batch: with `input_ids`, (B, S), on the stage's device.
-            received: tensors of the shapes of `entering`, in their order; none for the first stage.
-        """
+        """Begin with a microbatch, and the tensors of `entering`; none for the first stage."""
         ids = batch["input_ids"]
-        self.size, self.device, self.received = size_of(batch), ids.device, tuple(received)
+        batch_size, length = ids.shape
+        self.size, self.device, self.received = (batch_size, length), ids.device, tuple(received)
         pairs = zip(self.entering, self.received, strict=bool(received))
         self.early = {each.source: tensor for each, tensor in pairs if isinstance(each.source, str)}
 
@@ -209,11 +220,7 @@ class Boundary:
         return args, kwargs
 
     def sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What leaves, from the arguments of the block behind the stage; of the shapes of `leaving`, in their order.
-
-        Raises:
-            ModelError: it is not there, or not of the shape that the next stage expects.
-        """
+        """What leaves, from the arguments of the block behind the stage; of the shapes of `leaving`, in their order."""
         found = []
         for each in self.leaving:
             if isinstance(each.source, str):

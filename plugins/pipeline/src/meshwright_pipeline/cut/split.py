@@ -1,18 +1,21 @@
-"""Which blocks each stage holds. Names and numbers only, no torch.
+"""Which blocks each stage holds, and how long a step of such stages takes, for plans. Names and numbers only.
 
-Where a model can be cut at all is found by `trial_runs`; how many stages there are, in `config`.
+Where a model can be cut at all is found by `study`; how many stages there are, in `config`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.base.errors import ConfigError
 
-from ..config import CountedBlocks, PipelineConfig
+from ..config import CountedBlocks, PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
+from ..schedule.order import Kind, Schedule, timeline
+from ..schedule.rules import schedule_rule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,16 +36,9 @@ def split_model(
     blocks: Sequence[str],
     runs_in: Callable[[str, range], bool] = lambda module, stage: True,
 ) -> list[range]:
-    """Divide a whole model as the options say; it may be on the meta device.
+    """Divide a whole model, which may be on the meta device, as the options say.
 
-    Args:
-        layout: of the model.
-        stages: see `number_of_stages`.
-        blocks: names of the blocks, in the order in which they run.
-        runs_in: see `split_by_names`.
-
-    Raises:
-        ConfigError: see `split_by_names` and `split_blocks`.
+    `blocks` are the names of the blocks, in the order in which they run; for `runs_in` see `split_by_names`.
     """
     if isinstance(config, CountedBlocks):
         return [range(*each) for each in pairwise([0, *accumulate(config.blocks_per_stage)])]
@@ -61,7 +57,7 @@ def split_model(
 
 
 def elements(model: nn.Module, name: str | None) -> int:
-    """Elements of the parameters of a module; each takes part in one product a token, in blocks without experts."""
+    """Elements of the parameters of a module."""
     return sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) if name else 0
 
 
@@ -76,24 +72,14 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
     Among such divisions the one with the least sum of squares is taken, which is the most even; among those, the one
     that gives earlier stages fewer blocks, as they hold more microbatches at once.
 
-    Args:
-        costs: of each block, in any unit, not negative.
-        stages: at most as many as blocks; each gets one block or more.
-        first: what the first stage bears besides its blocks (the embedding), in the same unit.
-        last: the same for the last stage (the head).
-
-    Returns:
-        The indices of each stage's blocks.
-
-    Raises:
-        ConfigError: there are more stages than blocks.
+    `first` and `last` are what the first stage (the embedding) and the last one (the head) bear besides their blocks,
+    in the unit of `costs`.
     """
     if not 1 <= stages <= len(costs):
         raise ConfigError(
             f"{len(costs)} blocks cannot be divided into {stages} stages, each of which needs one. "
             f"Use between 1 and {len(costs)} stages."
         )
-
     sums = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -141,7 +127,7 @@ def split_by_names(
     holders: Collection[str],
     runs_in: Callable[[str, range], bool] = lambda module, stage: True,
 ) -> list[range]:
-    """The blocks of each stage, where the user has named the modules of each.
+    """The indices of each stage's blocks, where the user has named the modules of each.
 
     A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not
     at all.
@@ -152,14 +138,14 @@ def split_by_names(
         modules: names of all modules of the model.
         holders: those that have parameters of their own.
         runs_in: whether a stage with these blocks uses a module that is in no block.
-
-    Returns:
-        The indices of each stage's blocks.
-
-    Raises:
-        ConfigError: a module is unknown, forgotten, named twice, a part of a block, or on a stage that cannot use it.
     """
-    _check_names(parts, blocks, modules)
+    for stage, names in enumerate(parts):
+        for name in names:
+            if name not in modules:
+                raise _refused(f"stage {stage} names {name!r}, which is no module of the model")
+            around = [block for block in blocks if _inside(name, block) and name != block]
+            if around:
+                raise _refused(f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block")
     # A module that contains the blocks belongs to no stage: its own parameters go where they are used.
     needed = [name for name in holders if not any(_inside(block, name) and block != name for block in blocks)]
     stage_of = _stage_of_each(parts, [*blocks, *needed])
@@ -178,17 +164,6 @@ def split_by_names(
             able = [stage for stage, held in enumerate(ranges) if runs_in(name, held)]
             raise _refused(f"{name!r} is on stage {stage_of[name]}, but runs on {able}. Name it there")
     return ranges
-
-
-def _check_names(parts: Sequence[Sequence[str]], blocks: Sequence[str], modules: Collection[str]) -> None:
-    """Refuse names of what is no module, or a part of a block."""
-    for stage, names in enumerate(parts):
-        for name in names:
-            if name not in modules:
-                raise _refused(f"stage {stage} names {name!r}, which is no module of the model")
-            around = [block for block in blocks if _inside(name, block) and name != block]
-            if around:
-                raise _refused(f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block")
 
 
 def _stage_of_each(parts: Sequence[Sequence[str]], modules: Sequence[str]) -> dict[str, int]:
@@ -211,3 +186,73 @@ def _refused(text: str) -> ConfigError:
 def _inside(name: str, module: str) -> bool:
     """Whether a module is another one or in it."""
     return name == module or name.startswith(f"{module}.")
+
+
+# -- for plans
+
+
+@dataclass(frozen=True)
+class InStages:
+    """What a plan needs to know of a model in stages; see `meshwright.plan.stages`."""
+
+    config: PipelineConfig
+    blocks: tuple[int, ...]
+    """Of each stage."""
+    ranks: int
+    """Of the pipeline."""
+
+    def with_blocks(self, blocks: Sequence[int]) -> PipelineConfig:
+        """Options under which stages have so many."""
+        values = {name: getattr(self.config, name) for name in PipelineConfig.model_fields}
+        values |= {"layers_per_stage": None, "round_virtual_stages_to_pp_multiple": None}
+        return CountedBlocks(**values, blocks_per_stage=tuple(blocks))
+
+    def steady(self, ranks: int, rows: int) -> tuple[int, int] | None:
+        """From how many microbatches of `rows` sequences on, and in steps of how many, more of them add the same; None:
+        unknown."""
+        pieces, rest = divmod(rows, self.config.pp_microbatch_size)
+        if rest or self.config.run_size is not None or self.config.pp_schedule_csv is not None:
+            return None
+        least, step = schedule_rule(str(self.config.pp_schedule)).steady(ranks)
+        if step % pieces and step > 1:
+            return None
+        return -(-least // pieces), max(1, step // pieces)
+
+    def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self._schedule(ranks, sequences).placement
+
+    def seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
+        """How long a step takes, if messages take no time.
+
+        Args:
+            costs: of a sequence on each stage, there and back [s].
+            forward: the share of it that does not come in a backward; gradients of weights that come behind it do.
+            ranks: of the pipeline.
+            sequences: of a step, on each data-parallel rank.
+        """
+        schedule = self._schedule(ranks, sequences)
+        first = forward / 2 if schedule.splits else forward
+        kinds = {
+            Kind.FORWARD: first,
+            Kind.BACKWARD: 1 - first,
+            Kind.BACKWARD_INPUT: 1 - forward,
+            Kind.BACKWARD_WEIGHT: first,
+        }
+        size = self.config.pp_microbatch_size
+        times = timeline(schedule, kinds, stage_costs=[cost * size for cost in costs])
+        return max(rank[-1][2] for rank in times if rank) * sequences / (schedule.microbatches * size)
+
+    def _schedule(self, ranks: int, sequences: int) -> Schedule:
+        microbatches = number_of_microbatches(self.config, sequences=sequences)
+        stages = len(self.blocks) // self.ranks * ranks
+        return schedule_of(self.config, ranks=ranks, stages=stages, microbatches=microbatches)
+
+
+def in_stages(model: nn.Module, layout: ModelLayout, config: PipelineConfig, ranks: int) -> InStages | None:
+    """How a model is divided; None where the user has named the modules of stages, or gives them."""
+    if config.module_fqns_per_model_part is not None or not config.patch_inner_model:
+        return None
+    stages = number_of_stages(config, layers=len(layout.blocks), ranks=ranks)
+    split = split_model(model, layout, config, stages, blocks=layout.blocks)
+    return InStages(config, tuple(len(blocks) for blocks in split), ranks)

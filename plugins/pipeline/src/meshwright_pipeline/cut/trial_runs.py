@@ -1,32 +1,31 @@
-"""Find out how a model can be cut, by running it whole and in stages. The model is the same again afterwards.
+"""Trial runs: of a whole model on a few tokens, of stages that the user has made, and values for models without any.
 
-[Note: what is checked] Before anything is taken apart, the model runs on a few tokens: whole, and as a chain of the
-stages that it is to be cut into. Logits must be equal to the last bit. Where they are not, what crosses besides hidden
-states is looked for at each cut: arguments of the block behind it that differ between a whole run and one that begins
-there; then what modules before the first block return; what is not needed is left out again. Else it is refused.
+[Note: given stages] With patch_inner_model=false and patch_causal_lm_model=false each rank gives `parallelize` its own
+stage, which is trained as it is. The first is called as `stage(input_ids=..., ...)`, the others as
+`stage(inputs_embeds=hidden, ...)`, with what else the batch holds besides labels. All but the last return hidden
+states, one tensor of floating point; the last returns an object with `logits`, (B, S, V). Names of parameters differ
+from stage to stage, as the parts of one model have them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, ModelError
 from meshwright.base.types import Batch
+from meshwright.mesh.mesh import Mesh
 from meshwright.model.layout import ModelLayout
-from meshwright.step.forward_options import with_router_logits
+from meshwright.model.weights import Weights, is_meta, set_tensor
 from meshwright.step.rope_length import without_history
 
-from .boundary import Crossing, Path, dims_of, hidden_path, tensors_in
-from .cut import Cut
-from .stage_model import staged
-from .stand_ins import until_left
+from .boundary import Boundary, Crossing, Path, dims_of, hidden_path, tensors_in
 
 TRIALS = ((2, 16), (3, 12), (1, 24))
 """Batch and length of the trial runs: how shapes change from one to the other shows their dims."""
@@ -35,185 +34,11 @@ HIDDEN: Path = ()
 """Stands for the place of the hidden states, which every block gets in its own way."""
 
 
-class Study:
-    """Runs of a whole model, and what follows from them.
-
-    Args:
-        model: with weights, wherever it is; the same again afterwards.
-        layout: of the model.
-        options: what its forward is called with besides the batch.
-
-    Attributes:
-        cut: with everything but the crossings.
-
-    Raises:
-        ModelError: it cannot be cut, with the reason.
-    """
-
-    def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
-        self._model, self._options = model, options
-        with evaluating(model), _naming(model):
-            self._trials = [_tried(model, layout, trial_batch(model, *size), options) for size in TRIALS]
-            self.cut = self._outline(layout)
-
-    def _outline(self, layout: ModelLayout) -> Cut:
-        first = self._trials[0]
-        if any(trial.blocks != first.blocks for trial in self._trials):
-            raise ModelError("which blocks run depends on the batch.")
-        model = self._model
-        return Cut(
-            blocks=first.blocks,
-            outside={module: frozenset(positions) for module, positions in first.outside.items()},
-            outputs=dict(self._outputs()),
-            kept=frozenset(
-                module
-                for module in first.outside
-                # A frozen embedding or head, or one within an adapter, is too large to be held by all.
-                if not any(f"{module}.".startswith(f"{each}.") for each in (layout.embedding, layout.head))
-                and not any(p.requires_grad for p in model.get_submodule(module).parameters())
-            ),
-            loose=tuple(_loose(model, first.blocks)),
-            widths=first.widths,
-        )
-
-    def _outputs(self) -> Iterator[tuple[str, Any]]:
-        for module, output in self._trials[0].outputs.items():
-            others = [trial.outputs.get(module) for trial in self._trials]
-            shapes = [other.shape for other in others if other is not None]
-            # Only modules that run before a block matter, and not all can be foretold.
-            if len(shapes) == len(TRIALS):
-                try:
-                    yield module, (dims_of(shapes, TRIALS), output.dtype)
-                except ModelError:
-                    continue
-
-    def run_with_router_logits(self) -> Any:
-        """What the whole model returns for a few tokens, (2, 16), when it is asked for the logits of its routers."""
-        with evaluating(self._model):
-            return self._model(**self._trials[0].batch, **with_router_logits(self._options))
-
-    def cut_at(self, starts: Sequence[int]) -> Cut:
-        """The cut, with what crosses the boundaries before these blocks.
-
-        Args:
-            starts: indices of the first blocks of all stages but the first, ascending.
-
-        Raises:
-            ModelError: it cannot be cut there, with the reason.
-        """
-        with evaluating(self._model), _naming(self._model):
-            alone = {start: (self._crossing(start, HIDDEN),) for start in starts}
-            cut = replace(self.cut, crossings=alone)
-            error = self._refusal(cut)
-            if error is None:
-                return cut
-            early = [name for name, positions in self.cut.outside.items() if positions == {0}]
-            for names in ([], [name for name in early if name in self.cut.outputs]):
-                found = self._with_more(cut, names)
-                if found is not None:
-                    return found
-            raise error
-
-    def _with_more(self, cut: Cut, early: Sequence[str]) -> Cut | None:
-        """The cut with what else must cross, with and without what modules before the first block return."""
-        found = self._completed(cut, early)
-        if found is None:
-            return None
-        for name in early:
-            fewer = [each for each in early if each != name]
-            less = self._completed(cut, fewer)
-            if less is not None:
-                found, early = less, fewer
-        for start, crossings in found.crossings.items():
-            for each in crossings:
-                if each.source and not isinstance(each.source, str):
-                    less = self._without(found, start, each)
-                    found = less if self._refusal(less) is None else found
-        return found
-
-    def _without(self, cut: Cut, start: int, crossing: Crossing) -> Cut:
-        rest = tuple(each for each in cut.crossings[start] if each != crossing)
-        return replace(cut, crossings={**cut.crossings, start: rest})
-
-    def _completed(self, cut: Cut, early: Sequence[str]) -> Cut | None:
-        """With all arguments that would differ; None if that is not enough."""
-        crossings = {}
-        for start, hidden in cut.crossings.items():
-            modules = tuple(self._crossing(start, name) for name in early)
-            alone = replace(cut, crossings={start: (*hidden, *modules)}, in_place=True)
-            try:
-                differing = [self._crossing(start, path) for path in self._differing(alone, start)]
-            except ModelError:
-                return None
-            crossings[start] = (*hidden, *differing, *modules)
-        complete = replace(cut, crossings=crossings, in_place=True)
-        return complete if self._refusal(complete) is None else None
-
-    def _crossing(self, start: int, source: Path | str) -> Crossing:
-        tensors = [trial.crossing(start, source) for trial in self._trials]
-        return Crossing(source, dims_of([each.shape for each in tensors], TRIALS), tensors[0].dtype)
-
-    def _differing(self, cut: Cut, start: int) -> list[Path]:
-        """Arguments of a block that are not what they should be where the model begins with it."""
-        trial, stage = self._trials[0], range(start, len(cut.blocks))
-        boundary = cut.boundary(stage)
-        seen: list[dict[Path, Tensor]] = []
-
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            seen.append(_arguments(args, kwargs))
-
-        with staged(self._model, cut, stage, boundary):
-            first = self._model.get_submodule(cut.blocks[start])
-            hook = first.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-            boundary.start(trial.batch, [trial.crossing(start, each.source) for each in boundary.entering])
-            try:
-                trial.run()
-            except Exception as error:
-                # Arguments are seen before what is missing is missed.
-                if not seen:
-                    raise ModelError(_reason(error)) from error
-            finally:
-                hook.remove()
-                boundary.end()
-        whole = trial.inputs[start]
-        return [path for path, tensor in whole.items() if path and not _same(seen[0].get(path), tensor)]
-
-    def _refusal(self, cut: Cut) -> ModelError | None:
-        """Why the chain of stages does not do what the whole model does."""
-        trial, model = self._trials[0], self._model
-        starts = [0, *cut.crossings, len(cut.blocks)]
-        received: Any = ()
-        for start, stop in pairwise(starts):
-            stage = range(start, stop)
-            boundary = cut.boundary(stage)
-            at = f"cut before {cut.blocks[start]}" if start else f"cut before {cut.blocks[stop % len(cut.blocks)]}"
-            try:
-                with staged(model, cut, stage, boundary):
-                    boundary.start(trial.batch, received)
-                    forward = trial.run if stop == len(cut.blocks) else until_left(trial.run)
-                    received = forward()
-            except Exception as error:
-                failed = ModelError(f"{at}, it fails ({_reason(error)}).")
-                failed.__cause__ = error
-                return failed
-            finally:
-                boundary.end()
-        if not torch.equal(received, trial.logits):
-            return ModelError(
-                f"cut before {' and '.join(cut.blocks[start] for start in cut.crossings)}, its logits change, so it "
-                f"passes on more than goes through its blocks."
-            )
-        return None
-
-
-@contextmanager
-def _naming(model: nn.Module) -> Iterator[None]:
-    """Name the model in what is refused."""
-    try:
-        yield
-    except ModelError as error:
-        name = type(model).__name__
-        raise ModelError(f"{name} cannot be divided into stages: {error} Set pp_size=1.") from error
+def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
+    """Some tokens: `input_ids`, int64, (batch, length), where the model is."""
+    vocab = getattr(getattr(model, "config", None), "vocab_size", None) or 2
+    ids = torch.arange(batch * length).view(batch, length) % max(1, vocab - 1)
+    return {"input_ids": ids.to(next(model.parameters()).device)}
 
 
 @contextmanager
@@ -228,15 +53,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """The type of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tensor]:
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tensor]:
     """Copies of all tensors that a block is given; the hidden states under HIDDEN."""
     place = hidden_path(args, kwargs)
     given = dict(tensors_in((args, kwargs)))
@@ -246,14 +68,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tens
     return {HIDDEN: given[place].detach().clone(), **rest}
 
 
-def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
-    """Some tokens: `input_ids`, int64, (batch, length), where the model is."""
-    vocab = getattr(getattr(model, "config", None), "vocab_size", None) or 2
-    ids = torch.arange(batch * length).view(batch, length) % max(1, vocab - 1)
-    return {"input_ids": ids.to(next(model.parameters()).device)}
-
-
-class _Trial:
+class Trial:
     """A run of a whole model: what happened in it."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> None:
@@ -266,19 +81,32 @@ class _Trial:
         self.run: Callable[[], Tensor] = lambda: model(**batch, **options).logits
         blocks = {model.get_submodule(name): name for name in layout.blocks}
         with ExitStack() as hooks:
-            for name, module in _outside(model, layout.blocks):
+            for name, module in outside_of(model, layout.blocks):
                 self.outside[name] = set()
-                hooks.callback(module.register_forward_hook(self._note_outside(name)).remove)
+                hook = functools.partial(self._note_outside, name)
+                hooks.callback(module.register_forward_hook(hook).remove)
             for block, name in blocks.items():
                 hooks.callback(block.register_forward_pre_hook(self._note_input, with_kwargs=True).remove)
-                hooks.callback(block.register_forward_hook(self._note_output(name)).remove)
+                hook = functools.partial(self._note_output, name)
+                hooks.callback(block.register_forward_hook(hook).remove)
             self.logits = self.run()
         self.blocks = tuple(self.widths)
         if len(self.blocks) != len(self.inputs) or not self.blocks:
             raise ModelError(f"its {len(self.blocks)} blocks run {len(self.inputs)} times, and not once each.")
-        for name, _ in _outside(model, self.blocks):
+        for name, _ in outside_of(model, self.blocks):
             # Of blocks that lie idle, such as those of another modality.
             self.outside.setdefault(name, self._position_of(name, layout))
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> Trial:
+        """A run of a whole model, whose own code may fail."""
+        try:
+            return cls(model, layout, batch, options)
+        except (MeshwrightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            shape = tuple(batch["input_ids"].shape)
+            raise ModelError(f"it fails with input_ids {shape} ({reason(error)}).") from error
 
     def _position_of(self, module: str, layout: ModelLayout) -> set[int]:
         """Beside the blocks of its own stack, for a block that did not run."""
@@ -290,46 +118,25 @@ class _Trial:
         return set()
 
     def crossing(self, start: int, source: Path | str) -> Tensor:
-        """The tensor that is to cross before a block.
-
-        Raises:
-            ModelError: there is none.
-        """
+        """The tensor that is to cross before a block."""
         tensor = self.outputs.get(source) if isinstance(source, str) else self.inputs[start].get(source)
         if tensor is None:
             raise ModelError("what crosses depends on the batch.")
         return tensor.clone()
 
-    def _note_outside(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.outside[name].add(len(self.inputs))
-            if isinstance(output, Tensor):
-                self.outputs.setdefault(name, output.detach().clone())
-
-        return hook
+    def _note_outside(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.outside[name].add(len(self.inputs))
+        if isinstance(output, Tensor):
+            self.outputs.setdefault(name, output.detach().clone())
 
     def _note_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs.append(_arguments(args, kwargs))
+        self.inputs.append(arguments_of(args, kwargs))
 
-    def _note_output(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.widths[name] = len(output) if isinstance(output, tuple) else None
-
-        return hook
+    def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.widths[name] = len(output) if isinstance(output, tuple) else None
 
 
-def _tried(model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> _Trial:
-    """A run of a whole model, whose own code may fail."""
-    try:
-        return _Trial(model, layout, batch, options)
-    except (MeshwrightError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        shape = tuple(batch["input_ids"].shape)
-        raise ModelError(f"it fails with input_ids {shape} ({_reason(error)}).") from error
-
-
-def _outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def outside_of(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters that are in no block and contain none; what a container holds belongs to who has it."""
     inside = tuple(f"{block}." for block in blocks)
     taken: tuple[str, ...] = ()
@@ -342,9 +149,123 @@ def _outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.
             yield name, module
 
 
-def _loose(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """Parameters of modules that contain the blocks."""
-    for name, module in model.named_modules():
-        if not name or any(block.startswith(f"{name}.") for block in blocks):
-            for leaf, _ in module.named_parameters(recurse=False):
-                yield f"{name}.{leaf}" if name else leaf
+# -- stages that are given
+
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+"""Of hidden states, in each trial run."""
+
+
+def with_hidden(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
+    """The batch as a stage that is not the first gets it: with hidden states (B, S, ...) in the place of tokens."""
+    return {name: tensor for name, tensor in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
+
+
+def try_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Boundary:
+    """Run the stages of all ranks one after the other on a few tokens, and find what crosses. Collective, once.
+
+    `model` is this rank's stage, and `options` are what its forward is called with besides the batch.
+    """
+    mine, last = mesh.axis_rank("pp"), mesh.degrees.pp - 1
+    entering: Shapes = []
+    boundary = Boundary()
+    for rank in range(last + 1):
+        leaving: Shapes = []
+        error = None
+        if rank == mine:
+            try:
+                leaving = _run(model, options, entering, is_first=rank == 0, is_last=rank == last)
+                boundary = Boundary(_crossings(entering), _crossings(leaving))
+            except ModelError as caught:
+                error = ModelError(f"stage {rank} of the pipeline, given with patch_inner_model=false: {caught}")
+        mesh.world.raise_together(error)
+        box = [leaving]
+        dist.broadcast_object_list(box, group=mesh.group("pp"), group_src=rank)
+        (entering,) = box
+    return boundary
+
+
+def _crossings(shapes: Shapes) -> list[Crossing]:
+    return [Crossing((), dims_of([shape for shape, _ in shapes], TRIALS), shapes[0][1])] if shapes else []
+
+
+def _run(model: nn.Module, options: Mapping[str, Any], entering: Shapes, *, is_first: bool, is_last: bool) -> Shapes:
+    device = next(model.parameters()).device
+    found: Shapes = []
+    for index, (count, length) in enumerate(TRIALS):
+        batch = trial_batch(model, count, length)
+        if not is_first:
+            shape, dtype = entering[index]
+            batch = with_hidden(batch, torch.zeros(shape, dtype=dtype, device=device))
+        try:
+            with evaluating(model):
+                output = model(**batch, **options)
+        except Exception as error:
+            text = f"it cannot be called with {', '.join(batch)} ({type(error).__name__}: {error})."
+            raise ModelError(text) from error
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        described = type(output).__name__ + (f" of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else "")
+        if is_last:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) and logits is not output else ()
+            if len(shape) != 3 or shape[:2] != (count, length):
+                raise ModelError(f"the last must return an object with logits (B, S, V), not {described}.")
+        elif not (isinstance(output, Tensor) and output.is_floating_point()):
+            raise ModelError(f"it must return hidden states, one tensor of floating point, not {described}.")
+        else:
+            found.append((tuple(output.shape), output.dtype))
+    return found
+
+
+# -- models on the meta device
+
+SMALL = 1 << 16
+"""Parameters of at most so many elements are whole."""
+KERNEL = 16
+"""So are those whose last dim is at most this: convolutions read their weights as if they were contiguous, beyond the
+end of a row."""
+
+
+@contextmanager
+def trial_values(model: nn.Module, weights: Weights | None, device: torch.device) -> Iterator[None]:
+    """Let a model on the meta device run for a while, in next to no memory; do nothing where it has its own values.
+
+    A study of a model asks what depends on what, for which nearly all values will do. Each parameter gets a short row
+    of random numbers, seen as if it were whole: element (i, j, ...) is number i + j + ... of the row. Buffers are read
+    from `weights`, since a model may compute positions or masks from them.
+    """
+    if weights is None or not is_meta(model):
+        yield
+        return
+    generator = torch.Generator().manual_seed(0)
+    lent: dict[Tensor, Tensor] = {}
+    for tensor in model.parameters():
+        lent[tensor] = nn.Parameter(_row(tensor, generator, device), tensor.requires_grad)
+    for name, tensor in model.named_buffers():
+        if not tensor.is_meta:
+            lent[tensor] = tensor.to(device)
+        elif name in weights:
+            lent[tensor] = weights.read(name, [0] * tensor.dim(), tensor.shape).to(device, copy=True)
+        else:
+            lent[tensor] = torch.zeros_like(tensor, device=device)
+    original = {value: tensor for tensor, value in lent.items()}
+    try:
+        _replace(model, lent)
+        yield
+    finally:
+        _replace(model, original)
+
+
+def _replace(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
+    """Put other tensors in the places of parameters and buffers, tied ones in all of theirs."""
+    parameters, buffers = (named(remove_duplicate=False) for named in (model.named_parameters, model.named_buffers))
+    for name, tensor in [*parameters, *buffers]:
+        if tensor in others:
+            set_tensor(model, name, others[tensor])
+
+
+def _row(tensor: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Values of the shape and dtype of a parameter, of such a size that activations keep theirs."""
+    is_small = tensor.numel() <= SMALL or tensor.shape[-1] <= KERNEL
+    row = torch.randn(tensor.shape if is_small else (sum(tensor.shape),), generator=generator)
+    row = row / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 1 + 0.1 * row
+    row = row.to(device, tensor.dtype)
+    return row if is_small else row.as_strided(tensor.shape, (1,) * tensor.dim())

@@ -1,4 +1,1 @@
-"""One step of a pipeline: actions in the order of the schedule, what is sent, batches and the user's loss.
-
-How a model becomes stages is in `cut`, in which order they run in `schedule`.
-"""
+"""What a rank runs in a step: its order of actions, its stages, and the losses of the last one."""

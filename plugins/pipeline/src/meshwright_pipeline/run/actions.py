@@ -1,4 +1,4 @@
-"""Run one rank's actions of a schedule. What a stage computes is in `stage`, which actions there are in `orders`.
+"""Run one rank's actions of the schedule, for all microbatches of a step, and note when each starts and ends.
 
 Tensors go from rank to rank as soon as they are there, and are waited for where they are used. Their number, shapes and
 dtypes follow from the batch and the model, so ranks agree on nothing first. What two ranks have for each other at one
@@ -7,20 +7,26 @@ moment goes as one batch.
 [Note: sends] What is sent must live until it has arrived, and no longer. A backward begins at the edge of the graph
 that has made an output, so the output itself is not kept for it. To each neighbour two exchanges with sends may be on
 their way, one that travels and one behind it: beyond that, a rank waits for the older one. That cannot end in a circle,
-since the orders allow for sends that block; see `timeline.with_communication`.
+since the orders allow for sends that block; see `order.with_communication`.
 
 [Note: drain] The last thing that a rank computes in a step is often a backward for which another rank waits, and behind
 it, that rank is idle until all have finished. There the gradient goes out first, and the stage's gradients are reduced
 while others still compute. Elsewhere they are reduced within the last backward of the stage, where the reduction
 overlaps with the rest of it.
+
+[Note: one clock] Times count from a moment of `time.time`, which the ranks of one node share. An action starts when
+what it waits for has arrived, so that waiting is what lies between actions. On a CPU these are moments of the host. On
+an accelerator they are events in the device's stream, and the device is waited for once before such a step, or the
+moment that they count from would be lost in what it has yet to do. Never run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,26 +34,46 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.base.types import Batch
+from meshwright.mesh.mesh import Mesh
+from meshwright.tensors.ops import moments_of
 
-from ..schedule.order import Action, Exchange, Kind
-from .action_times import ActionTimes
+from ..schedule.order import Action, Exchange, Kind, bubble_fraction, timeline
+from .orders import Orders
+from .stage import Kinds, PipelineStage, Tensors
 
-Tensors = tuple[Tensor, ...]
-"""What crosses a boundary for one microbatch; gradients, of those of floating point."""
-Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each of them."""
+
+def run_all(
+    stages: Mapping[int, PipelineStage],
+    orders: Orders,
+    mesh: Mesh,
+    batches: Sequence[Batch],
+    *,
+    train: bool,
+    recorder: TimelineRecorder,
+) -> list[Tensor]:
+    """The losses of the microbatches, on the last stage's rank, in as many runs of the schedule as they make.
+
+    With `train` there is a backward; the times of such a step are recorded where they are asked for.
+    """
+    length = orders.run_length(len(batches))
+    losses: list[Tensor] = []
+    times = recorder.begin(orders, length=length, runs=len(batches) // length) if train else None
+    for start in range(0, len(batches), length):
+        if times is not None:
+            times.first = start
+        run = Run(stages, mesh, train=train, times=times)
+        is_last = start + length >= len(batches)
+        run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
+        losses += [run.losses[index] for index in sorted(run.losses)]
+    return losses
 
 
 @dataclass(frozen=True)
-class Transfer:
+class _Transfer:
     """What is on its way. The tensors must live until the works are done."""
 
     works: Sequence[dist.Work]
     tensors: Tensors
-
-    def is_done(self) -> bool:
-        """Whether the backend says so already."""
-        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> Tensors:
         """The tensors, when they are there."""
@@ -56,71 +82,21 @@ class Transfer:
         return self.tensors
 
 
-class Stage(Protocol):
-    """What the runtime needs of a stage."""
-
-    is_first: bool
-    is_last: bool
-
-    @property
-    def reduces_later(self) -> bool:
-        """Whether a last backward would wait for its reductions, and may be run as others are, with `reduce` later."""
-
-    def forward(self, batch: Batch, received: Tensors) -> Tensors:
-        """What leaves the stage, or of the last one the microbatch's share of the loss, a scalar.
-
-        Args:
-            batch: int64 tensors of (B, S), on this rank's device.
-            received: what crosses the boundary before the stage, of the kinds of `entering`; nothing for the first.
-        """
-
-    def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
-        """Run `work`, a whole backward; if it `is_last`, the stage's gradients are reduced in it."""
-
-    def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Run `work`, a backward, without the weights, and return what is left of it."""
-
-    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
-        """Run the rest of a backward; if it `is_last`, the stage's gradients are reduced after it."""
-
-    def reduce(self) -> None:
-        """Reduce the stage's gradients, when all are there that no last backward has reduced."""
-
-    def entering(self, batch: Batch) -> Kinds:
-        """Shapes and dtypes of what crosses the boundary before the stage."""
-
-    def leaving(self, batch: Batch) -> Kinds:
-        """Shapes and dtypes of what crosses the boundary behind it."""
-
-
-@dataclass
-class _InFlight:
-    """A microbatch between its forward and its backward.
-
-    Attributes:
-        received: of floating point, with gradients after the backward.
-        output: what has made each output of floating point, and its dtype; None: it has no gradient.
-    """
-
-    received: Tensors
-    output: Sequence[tuple[GradientEdge, torch.dtype] | None]
-
-
-class Sends:
+class _Sends:
     """What is on its way to other ranks; see [Note: sends]."""
 
     LIMIT = 2
     """How many transfers there may be to one rank."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, deque[Transfer]] = {}
+        self._under_way: dict[int, deque[_Transfer]] = {}
 
-    def add(self, peer: int, transfer: Transfer) -> None:
+    def add(self, peer: int, transfer: _Transfer) -> None:
         """Keep the tensors of a transfer until it is done."""
         transfers = self._under_way.setdefault(peer, deque())
         transfers.append(transfer)
         # Gloo does not report that a send is done before it is waited for, NCCL does.
-        while len(transfers) > self.LIMIT or (transfers and transfers[0].is_done()):
+        while len(transfers) > self.LIMIT or (transfers and all(w.is_completed() for w in transfers[0].works)):
             transfers.popleft().wait()
 
     def wait(self) -> None:
@@ -130,39 +106,30 @@ class Sends:
                 transfers.popleft().wait()
 
 
+@dataclass
+class _InFlight:
+    """A microbatch between its forward and its backward."""
+
+    received: Tensors
+    """Of floating point, with gradients after the backward."""
+    output: Sequence[tuple[GradientEdge, torch.dtype] | None]
+    """What has made each output of floating point, and its dtype; None: it has no gradient."""
+
+
 class Run:
     """One pass through a schedule.
 
-    Args:
-        stages: of this rank, by their index.
-        placement: rank along `pp` of each stage.
-        group: of the axis `pp`.
-        device: of this rank.
-        train: whether there is a backward.
-        moved: called after each action.
-        times: notes when actions start and end; None: nobody asks.
-
-    Attributes:
-        losses: by microbatch, what the last stage's forward gave: scalars without a gradient; empty on other ranks.
+    `losses` are, by microbatch, what the last stage's forward gave: scalars without a gradient; empty on other ranks.
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        placement: Sequence[int],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        train: bool,
-        moved: Callable[[], object] = lambda: None,
-        times: ActionTimes | None = None,
+        self, stages: Mapping[int, PipelineStage], mesh: Mesh, *, train: bool, times: ActionTimes | None
     ) -> None:
-        self._moved, self._times = moved, times
-        self._stages, self._placement, self._group = stages, placement, group
-        self._device, self._train = device, train
+        self._moved, self._times = mesh.world.progress.move, times
+        self._stages, self._group, self._device, self._train = stages, mesh.group("pp"), mesh.device, train
         self._batches: Sequence[Batch] = ()
-        self._sends = Sends()
-        self._arriving: dict[Action, Transfer] = {}
+        self._sends = _Sends()
+        self._arriving: dict[Action, _Transfer] = {}
         # What crosses a boundary within this rank, or has been computed and is yet to be sent.
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._gradients: dict[tuple[int, int], Tensors] = {}
@@ -171,18 +138,15 @@ class Run:
         self.losses: dict[int, Tensor] = {}
 
     def __call__(self, order: Sequence[Action | Exchange], batches: Sequence[Batch], *, is_last: bool) -> None:
-        """Run all of an order, and wait until what it sends has arrived.
+        """Run this rank's order for the microbatches on its device, and wait until what it sends has arrived.
 
-        Args:
-            order: of this rank.
-            batches: the microbatches, on this rank's device.
-            is_last: whether no other run adds to the gradients of the step.
+        If the run `is_last`, no other adds to the gradients of the step.
         """
         self._batches = batches
         backwards = [each for each in order if isinstance(each, Action) and each.kind is not Kind.FORWARD]
         last = {action.stage: action for action in backwards} if is_last else {}
         # See [Note: drain]: nothing is computed behind an exchange that is the last of all.
-        late: Stage | None = None
+        late: PipelineStage | None = None
         if last and isinstance(order[-1], Exchange) and self._stages[backwards[-1].stage].reduces_later:
             late = self._stages[last.pop(backwards[-1].stage).stage]
         for each in order:
@@ -269,7 +233,10 @@ class Run:
     def _exchange(self, exchange: Exchange) -> None:
         """Send and receive all of it as one batch."""
         tensors = {
-            action: self._leaving(action) if _is_send(action) else self._room(action) for action in exchange.transfers
+            action: self._leaving(action)
+            if _is_send(action)
+            else tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._kinds(action))
+            for action in exchange.transfers
         }
         operations = [
             dist.P2POp(dist.isend if _is_send(action) else dist.irecv, t, group=self._group, group_peer=exchange.peer)
@@ -279,22 +246,18 @@ class Run:
         works = dist.batch_isend_irecv(operations)
         # NCCL has one work for the whole batch, gloo one for each operation.
         each = iter(works if len(works) == len(operations) else works * len(operations))
-        under_way = {action: Transfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
+        under_way = {action: _Transfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
         sent = [transfer for action, transfer in under_way.items() if _is_send(action)]
         self._arriving |= {action: transfer for action, transfer in under_way.items() if not _is_send(action)}
         if sent:
             works, leaving = [w for t in sent for w in t.works], [t for transfer in sent for t in transfer.tensors]
-            self._sends.add(exchange.peer, Transfer(works, tuple(leaving)))
+            self._sends.add(exchange.peer, _Transfer(works, tuple(leaving)))
 
     def _leaving(self, action: Action) -> Tensors:
         """What an action sends."""
         made = self._outputs if action.kind is Kind.SEND_F else self._gradients
         tensors = made.pop((action.stage, action.microbatch))
         return tuple(t.to(dtype).contiguous() for t, (_, dtype) in zip(tensors, self._kinds(action), strict=True))
-
-    def _room(self, action: Action) -> Tensors:
-        """For what an action receives."""
-        return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._kinds(action))
 
     def _kinds(self, action: Action) -> Kinds:
         """Of what an action sends or receives."""
@@ -312,3 +275,90 @@ def _is_send(action: Action) -> bool:
 def _floating(tensors: Sequence[Tensor]) -> Tensors:
     """Those that have gradients."""
     return tuple(tensor for tensor in tensors if tensor.is_floating_point())
+
+
+# -- times of actions, in steps that are asked for
+
+
+class ActionTimes:
+    """When each action of one step starts and ends; see [Note: one clock]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._moment = moments_of(device)
+        if self._moment is not None:
+            torch.accelerator.synchronize(device)
+        self.time = time.time()
+        """Moment from which times count [s since 1970]."""
+        self._zero = self._start = self._now()
+        self._spans: list[tuple[Action, int, Any, Any]] = []
+        self.first = 0
+        """The microbatch of the step that is microbatch 0 of the present run of the schedule."""
+
+    def start(self) -> None:
+        """An action starts."""
+        self._start = self._now()
+
+    def end(self, action: Action) -> None:
+        """It has ended, as far as the host issues it."""
+        self._spans.append((action, self.first + action.microbatch, self._start, self._now()))
+
+    def read(self) -> list[list[Any]]:
+        """Kind, stage, microbatch, start and end [s] of each action; waits for the device."""
+        if self._moment is not None and self._spans:
+            self._spans[-1][3].synchronize()
+        return [
+            [str(action.kind), action.stage, microbatch, self._since_zero(start), self._since_zero(end)]
+            for action, microbatch, start, end in self._spans
+        ]
+
+    def _now(self) -> Any:
+        return time.perf_counter() if self._moment is None else self._moment()
+
+    def _since_zero(self, moment: Any) -> float:
+        return float(self._zero.elapsed_time(moment) / 1e3 if self._moment is not None else moment - self._zero)
+
+
+class TimelineRecorder:
+    """Records the steps that it is asked for; see `meshwright.train.run.rank_log.TimelineRecorder`."""
+
+    def __init__(self, device: torch.device, pp_rank: int) -> None:
+        self._device, self._pp_rank = device, pp_rank
+        self._is_wanted = False
+        self._times: ActionTimes | None = None
+        self.planned: dict[str, Any] = {}
+
+    def record_next(self) -> None:
+        self._is_wanted = True
+
+    def begin(self, orders: Orders, *, length: int, runs: int) -> ActionTimes | None:
+        """A step begins, of so many runs of `length` microbatches; what is to note its times, if they are asked for."""
+        self._times = ActionTimes(self._device) if self._is_wanted else None
+        if self._is_wanted:
+            self.planned = _planned(orders, length, runs)
+        self._is_wanted = False
+        return self._times
+
+    def take(self) -> dict[str, Any] | None:
+        times, self._times = self._times, None
+        if times is None:
+            return None
+        return {"time": times.time, "pp_rank": self._pp_rank, "actions": times.read()}
+
+
+def _planned(orders: Orders, length: int, runs: int) -> dict[str, Any]:
+    schedule = orders.schedule(length)
+    times = timeline(schedule)
+    end = max(rank[-1][2] for rank in times)
+    return {
+        "schedule": schedule.name,
+        "unit": "forwards",
+        "bubble": bubble_fraction(schedule),
+        "ranks": [
+            [
+                [str(action.kind), action.stage, action.microbatch + run * length, start + run * end, stop + run * end]
+                for run in range(runs)
+                for action, start, stop in rank
+            ]
+            for rank in times
+        ],
+    }

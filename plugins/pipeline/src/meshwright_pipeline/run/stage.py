@@ -1,14 +1,20 @@
-"""A stage that trains: a part of a model under a manager of the inner strategy.
-
-What is done when is said in `orders` and `actions`; how a model is taken apart, in `meshwright_pipeline.cut`.
+"""A stage that trains: a part of a model under a manager of the inner strategy; and a budget of activations.
 
 [Note: what is received] Who replaces forwards, and in which order, is said in `meshwright.model.forward_order`. After
 all of them the first block gets a hook before all others, by which it takes what was received: sharding sees that as
 the block's own input.
+
+[Note: sums that cross] Of a microbatch the router loss takes how often each expert is chosen, their summed
+probabilities and the number of tokens, over all layers. Each stage adds those of its layers to what the stage before
+has sent, and sends them on beside the hidden states; the last computes the loss, and the gradient of the sums comes
+back to every stage with that of the hidden states. A microbatch is one of the pipeline's, of pp_microbatch_size
+sequences: the step adds the mean over them.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,90 +23,97 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.base.errors import ConfigError
 from meshwright.base.types import Batch
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.mesh.world import World
+from meshwright.model.budget import BudgetedBlocks, choose, without_choice
+from meshwright.model.knapsack import Moment
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
 from meshwright.step.objective import Given, Tally
+from meshwright.step.router_loss import Notes, RouterLoss, Routers
 from meshwright.step.token_loss import split_targets
 from meshwright.step.tokens import Outputs, Tokens
 
-from ..cut.boundary import Boundary, Crossing, size_of
-from ..cut.cut import Cut
-from ..cut.given_stages import with_hidden
+from ..cut.boundary import Boundary, Crossing, Cut
 from ..cut.stage_model import enter_stage
-from .actions import Kinds, Tensors
-from .batches import Idle
-from .routing import StageRouters
+from ..cut.trial_runs import with_hidden
+from ..schedule.order import Action, Kind
+from .orders import Idle, Orders
+
+Tensors = tuple[Tensor, ...]
+"""What crosses a boundary for one microbatch; gradients, of those of floating point."""
+Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each of them."""
 
 
 @dataclass(frozen=True)
-class StageOptions:
-    """How a stage runs.
+class StageRouters:
+    """The routers of the whole model and their loss, whose sums cross; see [Note: sums that cross]."""
 
-    Attributes:
-        is_first: whether it takes tokens, not hidden states.
-        is_last: whether it computes the loss.
-        dtype: of what crosses boundaries, where it is of floating point; None: its own.
-        splits: whether the schedule splits backwards in two.
-        routers: those of the model, where a router loss is added; see [Note: sums that cross] in `routing`.
-    """
+    loss: RouterLoss
+    routers: Routers
+    dtype: torch.dtype
+    """Of the sums."""
 
-    is_first: bool
-    is_last: bool
-    dtype: torch.dtype | None
-    splits: bool
-    routers: StageRouters | None = None
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the sums of one microbatch: (2 * E + 1,) for E experts."""
+        return (2 * self.routers.experts + 1,), self.dtype
 
 
 class PipelineStage:
-    """One stage on this rank; see `actions.Stage`.
+    """One stage on this rank.
 
     Args:
         manager: of the inner strategy, without a model yet.
         boundary: of the stage's part of the model.
-        options: how it runs.
+        is_first: whether it takes tokens, not hidden states.
+        is_last: whether it computes the loss.
+        dtype: of what crosses boundaries, where it is of floating point; None: its own.
+        splits: whether the schedule splits backwards in two.
+        routers: those of the model, where a router loss is added.
     """
 
-    def __init__(self, manager: DataParallelManager, boundary: Boundary, options: StageOptions) -> None:
-        self.manager = manager
-        self.is_first, self.is_last = options.is_first, options.is_last
+    def __init__(
+        self,
+        manager: DataParallelManager,
+        boundary: Boundary,
+        *,
+        is_first: bool,
+        is_last: bool,
+        dtype: torch.dtype | None,
+        splits: bool,
+        routers: StageRouters | None = None,
+    ) -> None:
+        self.manager, self.is_first, self.is_last = manager, is_first, is_last
         self._num_tokens = torch.ones(())
         self._microbatches = 1
         self._tally: Tally | None = None
         self._uncounted: Tally | None = None
-        self._boundary, self._options = boundary, options
-        self._store = WeightGradients()
+        self._boundary, self._dtype, self._splits, self._routers = boundary, dtype, splits, routers
+        self._store, self._notes = WeightGradients(), Notes()
 
     @property
     def reduces_later(self) -> bool:
-        """See `actions.Stage`; known after `parallelize`."""
+        """Whether a last backward would wait for its reductions, and may be run as others are, with `reduce` later."""
         return self.manager.reduces_later
 
     def parallelize(self, model: nn.Module, cut: Cut, blocks: range, weights: Weights | None) -> None:
-        """Shard the stage's part of the model, of which it has these blocks; see [Note: what is received].
-
-        Args:
-            model: what `take_stage` has left for this stage.
-            cut: of the whole model.
-            blocks: indices of the stage's blocks.
-            weights: of the whole model; None: the model has its own.
-        """
-        for block in blocks if self._options.splits else ():
+        """Shard what `take_stage` has left of the model for this stage, which has these blocks of the whole one; see
+        [Note: what is received]. `weights` are of the whole model; None: it has its own."""
+        for block in blocks if self._splits else ():
             self._store.watch(model.get_submodule(cut.blocks[block]))
         self.manager.parallelize_stage(model, weights)
         if not self.is_first:
             enter_stage(model, cut, blocks, self._boundary)
-        if self._options.routers is not None:
-            self._options.routers.watch(model)
+        if self._routers is not None:
+            self._notes = self._routers.routers.watch(model)
 
     def begin_step(self, num_tokens: Tensor, *, microbatches: int) -> None:
-        """Take what the losses of a step are divided by.
-
-        Args:
-            num_tokens: unmasked targets of the global batch, int64 scalar.
-            microbatches: of the pipeline, in the step, without idle ones.
-        """
+        """Take what the losses of a step are divided by: unmasked targets of the global batch, an int64 scalar, and
+        the pipeline's microbatches without idle ones."""
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
     def minimize(self, tally: Tally | None) -> None:
@@ -109,16 +122,23 @@ class PipelineStage:
         self._uncounted = None if tally is None else _Uncounted(tally.given, (), self.manager.mesh.device)
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
-        """See `actions.Stage`; where there is a router loss, its sums are the last of what crosses."""
-        routers = self._options.routers
+        """What leaves the stage, or of the last one the microbatch's share of the loss, a scalar.
+
+        Where there is a router loss, its sums are the last of what crosses.
+
+        Args:
+            batch: int64 tensors of (B, S), on this rank's device.
+            received: what crosses the boundary before the stage, of the kinds of `entering`; nothing for the first.
+        """
+        routers = self._routers
         if routers is None:
             return self._forward(batch, received)
         shape, dtype = routers.kind
         before = torch.zeros(shape, dtype=dtype, device=self.manager.mesh.device) if self.is_first else received[-1]
-        with routers.noting() as logits:
+        with self._notes.noting() as logits:
             output = self._forward(batch, received[:-1])
         mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.forward.own_mask(batch)
-        sums = routers.added(before, logits, mask)
+        sums = before + routers.loss.sums(logits, mask).to(before.dtype) if logits else before
         if not self.is_last:
             return (*output, sums)
         group = self.manager.mesh.group("dp_cp")
@@ -142,36 +162,36 @@ class PipelineStage:
 
     def try_out(self, batch: Batch, *, takes_loss: bool) -> None:
         """See `Forward.try_out`."""
+        takes_loss = self.is_last and takes_loss
         with self._receiving():
-            self.manager.forward.try_out([batch], takes_loss=self.is_last and takes_loss)
+            self.manager.forward.try_out([batch], takes_loss=takes_loss, complete=self._completed)
 
     def try_objective(self, batch: Batch, given: Given) -> tuple[str, ...]:
         """See `Forward.try_objective`; of the last stage."""
         with self._receiving():
-            return self.manager.forward.try_objective(batch, given)
+            return self.manager.forward.try_objective(batch, given, complete=self._completed)
 
     def rehearse(self, batch: Batch) -> None:
         """See `Forward.rehearse`."""
         with self._receiving():
-            self.manager.forward.rehearse(batch)
+            self.manager.forward.rehearse(batch, self._completed)
+
+    def _completed(self, divided: Batch) -> Batch:
+        """What the module is called with in a trial."""
+        return divided
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
         """Forwards of the module begin the boundary, with random hidden states, which are as good as any."""
 
         def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ids = kwargs["input_ids"]
-            kinds = self._kinds(self._boundary.entering, kwargs)
+            device = kwargs["input_ids"].device
             # Indices among them must be valid.
-            self._boundary.start(
-                kwargs,
-                [
-                    torch.zeros(shape, dtype=dtype, device=ids.device)
-                    if not dtype.is_floating_point
-                    else torch.randn(shape, dtype=dtype, device=ids.device)
-                    for shape, dtype in kinds
-                ],
-            )
+            received = [
+                (torch.randn if dtype.is_floating_point else torch.zeros)(shape, dtype=dtype, device=device)
+                for shape, dtype in self._kinds(self._boundary.entering, kwargs)
+            ]
+            self._boundary.start(kwargs, received)
 
         hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
         try:
@@ -181,13 +201,13 @@ class PipelineStage:
             self._boundary.end()
 
     def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
-        """See `actions.Stage`."""
+        """Run `work`, a whole backward; if it `is_last`, the stage's gradients are reduced in it."""
         with self.manager.sync_gradients(is_last=is_last):
             work()
         self.manager.after_backward(is_last=is_last)
 
     def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See `actions.Stage`; what is left are the weights of linear layers in blocks."""
+        """Run `work`, a backward, without the weights of linear layers in blocks, and return what is left of it."""
         with self.manager.without_weights(), self._store.collecting() as rest:
             work()
         self.manager.after_backward(is_last=False)
@@ -199,7 +219,7 @@ class PipelineStage:
         return finish
 
     def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
-        """See `actions.Stage`."""
+        """Run the rest of a backward; if it `is_last`, the stage's gradients are reduced after it."""
         with self.manager.sync_gradients(is_last=False):
             rest()
         if is_last:
@@ -209,11 +229,11 @@ class PipelineStage:
             self.manager.after_weights()
 
     def reduce(self) -> None:
-        """See `actions.Stage`; over the stage's ranks."""
+        """Reduce the stage's gradients over its ranks, when all are there that no last backward has reduced."""
         self.manager.reduce_gradients()
 
     def entering(self, batch: Batch) -> Kinds:
-        """See `actions.Stage`; floating point in the dtype that is set for crossings."""
+        """Of what crosses the boundary before the stage; floating point in the dtype that is set for crossings."""
         return [*self._kinds(self._boundary.entering, batch), *self._sums]
 
     def leaving(self, batch: Batch) -> Kinds:
@@ -222,14 +242,12 @@ class PipelineStage:
 
     @property
     def _sums(self) -> Kinds:
-        routers = self._options.routers
-        return [routers.kind] if routers is not None else []
+        return [self._routers.kind] if self._routers is not None else []
 
     def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
-        dtype = self._options.dtype
+        size, dtype = batch["input_ids"].shape, self._dtype
         return [
-            (each.shape(*size_of(batch)), dtype if dtype and each.dtype.is_floating_point else each.dtype)
-            for each in crossings
+            (each.shape(*size), dtype if dtype and each.dtype.is_floating_point else each.dtype) for each in crossings
         ]
 
 
@@ -241,22 +259,17 @@ class _Uncounted(Tally):
 
 
 class GivenStage(PipelineStage):
-    """A stage that the user has made; see [Note: given stages] in `given_stages`."""
+    """A stage that the user has made; see [Note: given stages] in `trial_runs`."""
 
     def parallelize_as_given(self, model: nn.Module, weights: Weights | None) -> None:
         """Shard the module; see `parallelize`."""
-        if self._options.splits:
+        if self._splits:
             self._store.watch(model)
         self.manager.parallelize_stage(model, weights)
 
-    def try_out(self, batch: Batch, *, takes_loss: bool) -> None:
-        self.manager.forward.try_out([batch], takes_loss=self.is_last and takes_loss, complete=self._completed)
-
-    def try_objective(self, batch: Batch, given: Given) -> tuple[str, ...]:
-        return self.manager.forward.try_objective(batch, given, complete=self._completed)
-
-    def rehearse(self, batch: Batch) -> None:
-        self.manager.forward.rehearse(batch, self._completed)
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        yield
 
     def _completed(self, divided: Batch) -> Batch:
         """With random hidden states, where the module takes them."""
@@ -265,3 +278,57 @@ class GivenStage(PipelineStage):
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
         return batch if self.is_first else with_hidden(batch, received[0])
+
+
+# -- a budget of activations, by how many microbatches of each stage are in flight
+
+
+def check_activations(stages: Mapping[int, PipelineStage], orders: Orders, schedule: str | None) -> None:
+    """Refuse a budget that would not be kept; on all ranks alike."""
+    if orders.splits and _budgeted(stages):
+        raise ConfigError(
+            f"pp_schedule={schedule} holds what the gradients of weights need beyond a backward, which "
+            f"activation_checkpointing does not count into budget_gb. Use a schedule with whole backwards, such as "
+            f"1f1b or interleaved1f1b, or set activation_checkpointing to full or selective."
+        )
+
+
+def choose_activations(
+    stages: Mapping[int, PipelineStage], orders: Orders, pieces: Sequence[Batch], world: World
+) -> None:
+    """Where there is a budget: choose what the blocks of this rank's stages hold. Collective, once.
+
+    `pieces` are the microbatches of the first step. A budget that cannot be met is refused on all ranks alike.
+    """
+    budgeted = _budgeted(stages)
+    if not budgeted:
+        return
+    order = orders.actions(orders.run_length(len(pieces)), train=True)
+    actions = [action for action in order if isinstance(action, Action)]
+    real = [piece for piece in pieces if not isinstance(piece, Idle)]
+    largest = max(real, key=lambda piece: piece["input_ids"].numel())
+    rehearsals = [functools.partial(stage.rehearse, largest) for stage in stages.values()]
+    worlds = [stage.manager.mesh.world for stage in stages.values()]
+    choose(budgeted, rehearsals, worlds, _moments_of(actions, list(stages)), world)
+
+
+def _budgeted(stages: Mapping[int, PipelineStage]) -> list[BudgetedBlocks]:
+    return without_choice([stage.manager.activations for stage in stages.values()])
+
+
+def _moments_of(actions: Sequence[Action], stages: Sequence[int]) -> list[Moment]:
+    """The moments at which a rank that computes these actions on these stages may hold most."""
+    flying: Counter[int] = Counter()
+    moments: dict[Moment, None] = {}
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            flying[action.stage] += 1
+        elif action.kind is Kind.BACKWARD:
+            moments[Moment(tuple(flying[stage] for stage in stages), stages.index(action.stage))] = None
+            flying[action.stage] -= 1
+    return [each for each in moments if not any(_covers(other, each) for other in moments if other != each)]
+
+
+def _covers(other: Moment, each: Moment) -> bool:
+    same = other.stage == each.stage
+    return same and all(a >= b for a, b in zip(other.in_flight, each.in_flight, strict=True))

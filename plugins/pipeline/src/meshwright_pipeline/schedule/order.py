@@ -1,7 +1,6 @@
-"""What an order is: the actions of each rank of a pipeline, and whether each stage computes each microbatch once.
+"""Orders of actions: what a schedule holds, when its actions run, and what ranks send to each other. No torch.
 
-How a schedule comes to its orders is said in `rules` and `from_csv`, when its actions run in `timeline`. Pure
-arithmetic, no torch.
+Times are those of a model in which communication takes none; nothing is measured.
 
 [Note: vocabulary] A *stage* is a run of consecutive blocks, a *rank* holds one or more stages, its *chunks*: chunk 0 is
 the first of them in the model. A *looped* placement deals the stages out in turn (rank = stage % ranks); a *V* gives
@@ -12,9 +11,10 @@ which nothing waits and which can fill a bubble.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from meshwright.base.errors import ConfigError
 
@@ -33,6 +33,11 @@ class Kind(StrEnum):
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+UNIT_COSTS: Mapping[Kind, float] = MappingProxyType(
+    {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+)
+"""Time of an action on one stage, in forwards. The papers' assumption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +85,27 @@ class Schedule:
     """For each rank, its computing actions."""
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in the model's order."""
+        """A rank's stages, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards come in two parts, the gradients of weights last."""
+        return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)
+
+
+Times = tuple[tuple[tuple[Action, float, float], ...], ...]
+"""For each rank, its actions with their start and end."""
+_Done = tuple[Kind, int, int]
+"""Something that is done: F, I (which a whole B counts as) or W, of a stage, for a microbatch."""
 
 
 def check_actions(schedule: Schedule, place: Callable[[int, int], str]) -> None:
     """Check that each stage computes each microbatch once, forward and backward; not whether the order can run.
 
-    Args:
-        place: names an action in errors, by its rank and its index in the rank's order.
-
-    Raises:
-        ConfigError: an action is unknown, doubled, forgotten or on the wrong rank.
+    Errors name an action by `place`, of its rank and its index in the rank's order.
     """
-    seen: dict[tuple[Kind, int, int], str] = {}
+    seen: dict[_Done, str] = {}
     for rank, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
             where = f"{place(rank, index)} ({action})"
@@ -103,8 +115,20 @@ def check_actions(schedule: Schedule, place: Callable[[int, int], str]) -> None:
             for key in [(part, action.stage, action.microbatch) for part in parts]:
                 if key in seen:
                     raise _refused(schedule, where, f"this was computed already by {seen[key]}. Leave one of them out")
-            seen |= {(part, action.stage, action.microbatch): where for part in parts}
-    _check_complete(schedule, seen)
+                seen[key] = where
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            missing = [
+                f"{stage}{kind}{microbatch}"
+                for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+                if (kind, stage, microbatch) not in seen
+            ]
+            if missing:
+                raise _refused(
+                    schedule,
+                    f"rank {schedule.placement[stage]}",
+                    f"{' and '.join(missing)} missing. Each stage needs F and B, or F, I and W, of each microbatch",
+                )
 
 
 def _check_action(schedule: Schedule, action: Action, rank: int, where: str) -> None:
@@ -121,21 +145,122 @@ def _check_action(schedule: Schedule, action: Action, rank: int, where: str) -> 
         raise _refused(schedule, where, f"stage {action.stage} is on rank {owner}; it cannot be on two")
 
 
-def _check_complete(schedule: Schedule, seen: Collection[tuple[Kind, int, int]]) -> None:
-    for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
-            missing = [
-                str(Action(kind, stage, microbatch))
-                for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-                if (kind, stage, microbatch) not in seen
-            ]
-            if missing:
-                raise _refused(
-                    schedule,
-                    f"rank {schedule.placement[stage]}",
-                    f"{' and '.join(missing)} missing. Each stage needs F and B, or F, I and W, of each microbatch",
-                )
-
-
 def _refused(schedule: Schedule, where: str, why: str) -> ConfigError:
     return ConfigError(f"{schedule.name}, {where}: {why}.")
+
+
+def _needs(action: Action, stages: int) -> list[_Done]:
+    """What must be done before an action."""
+    number = action.microbatch
+    if action.kind is Kind.FORWARD:
+        return [(Kind.FORWARD, action.stage - 1, number)] if action.stage else []
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return [(Kind.BACKWARD_INPUT, action.stage, number)]
+    own = (Kind.FORWARD, action.stage, number)
+    return [own] if action.stage == stages - 1 else [own, (Kind.BACKWARD_INPUT, action.stage + 1, number)]
+
+
+def timeline(
+    schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS, *, stage_costs: Sequence[float] | None = None
+) -> Times:
+    """When each action starts and ends, if each starts as soon as it can and communication takes no time.
+
+    `costs` are of each kind of action, in the unit of the result; `stage_costs` are factors for each stage. A schedule
+    in which an action waits for one that can never come before it is refused.
+    """
+    factors = stage_costs or [1.0] * schedule.stages
+    ends: dict[_Done, float] = {}
+    done: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.ranks)]
+    progress = True
+    while progress:
+        progress = False
+        for times, order in zip(done, schedule.orders, strict=True):
+            for action in order[len(times) :]:
+                needs = _needs(action, schedule.stages)
+                if any(need not in ends for need in needs):
+                    break
+                start = max([times[-1][2] if times else 0.0, *(ends[need] for need in needs)])
+                end = start + costs[action.kind] * factors[action.stage]
+                gives = Kind.BACKWARD_INPUT if action.kind is Kind.BACKWARD else action.kind
+                ends[gives, action.stage, action.microbatch] = end
+                times.append((action, start, end))
+                progress = True
+    stuck = [
+        f"rank {rank} waits at {order[len(times)]} for "
+        + " and ".join(
+            f"{stage}{kind}{microbatch}"
+            for kind, stage, microbatch in _needs(order[len(times)], schedule.stages)
+            if (kind, stage, microbatch) not in ends
+        )
+        for rank, (times, order) in enumerate(zip(done, schedule.orders, strict=True))
+        if len(times) < len(order)
+    ]
+    if stuck:
+        raise ConfigError(
+            f"{schedule.name} cannot finish: {'; '.join(stuck)}. Put each action behind those that it needs."
+        )
+    return tuple(tuple(times) for times in done)
+
+
+def bubble_fraction(schedule: Schedule, *, stage_costs: Sequence[float] | None = None) -> float:
+    """The share of all ranks' time, from the first start to the last end, in which they wait: from 0 to 1."""
+    times = timeline(schedule, stage_costs=stage_costs)
+    busy = sum(end - start for rank in times for _, start, end in rank)
+    return 1 - busy / (schedule.ranks * max(rank[-1][2] for rank in times if rank))
+
+
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the most (stage, microbatch) at once whose forward is done and whose backward is not; a
+    backward in two parts is done with the second."""
+    peaks = []
+    for order in schedule.orders:
+        live = peak = 0
+        for action in order:
+            live += {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: 0}.get(action.kind, -1)
+            peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def with_communication(schedule: Schedule) -> tuple[tuple[Action | Exchange, ...], ...]:
+    """Each rank's order with its sends and receives.
+
+    All ranks are followed through time together, and what an action made for a stage on another rank is sent and
+    received at that moment, on both sides; in one exchange with what else the two ranks have for each other then. So
+    the orders are projections of one sequence in which each exchange is a single event: no rank can wait for another
+    in a circle, not even if sends block, and two ranks name their transfers in the same order, as NCCL wants. Nothing
+    in an exchange waits for the rest of it, since computing takes time.
+    """
+    ends: dict[float, list[Action]] = {}
+    starts: dict[float, list[tuple[int, Action]]] = {}
+    for rank, times in enumerate(timeline(schedule)):
+        for action, start, end in times:
+            starts.setdefault(start, []).append((rank, action))
+            ends.setdefault(end, []).append(action)
+    orders: list[list[Action | Exchange]] = [[] for _ in range(schedule.ranks)]
+    for moment in sorted(starts.keys() | ends.keys()):
+        # What ends at a moment comes before what starts then, and may need it.
+        for (low, high), transfers in _transfers(ends.get(moment, ()), schedule).items():
+            orders[low].append(Exchange(high, tuple(transfers[low])))
+            orders[high].append(Exchange(low, tuple(transfers[high])))
+        for rank, action in starts.get(moment, ()):
+            orders[rank].append(action)
+    return tuple(tuple(order) for order in orders)
+
+
+def _transfers(done: Iterable[Action], schedule: Schedule) -> dict[tuple[int, int], dict[int, list[Action]]]:
+    """By each two ranks, what each of the two sends and receives of what these actions have made, in the same order."""
+    found: dict[tuple[int, int], dict[int, list[Action]]] = {}
+    for action in done:
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            continue
+        kinds = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.FORWARD else (Kind.SEND_B, Kind.RECV_B)
+        send = Action(kinds[0], action.stage, action.microbatch)
+        if not 0 <= send.peer_stage < schedule.stages:
+            continue
+        here, there = schedule.placement[send.stage], schedule.placement[send.peer_stage]
+        if here != there:
+            both = found.setdefault((min(here, there), max(here, there)), {here: [], there: []})
+            both[here].append(send)
+            both[there].append(Action(kinds[1], send.peer_stage, send.microbatch))
+    return found

@@ -1,7 +1,6 @@
-"""The built-in schedules, by name: what each asks of the stages, and the order of each rank. Pure arithmetic, no torch.
+"""Schedules by name, and from files: what each asks of the stages, and the order of each rank. No torch.
 
-When the actions run is not said here (`timeline`), nor which schedule a run takes (`config`). The words are those of
-[Note: vocabulary] in `order`.
+The words are those of [Note: vocabulary] in `order`.
 
 Sources: GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved 1F1B arXiv:2104.04473; LoopedBFS arXiv:2211.05953;
 zero bubble arXiv:2401.10241; its V-shape arXiv:2405.15362; DualPipe arXiv:2412.19437, of which DualPipeV is one half,
@@ -11,15 +10,17 @@ of microbatches.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.base.errors import ConfigError, nearest
 
-from .order import Action, Kind, Schedule
+from .order import Action, Kind, Schedule, check_actions, timeline
 
 
 def _one_forward_one_backward(
@@ -128,7 +129,6 @@ class ScheduleRule:
 
     @property
     def chunks_allowed(self) -> str:
-        """In words, for errors."""
         if self.max_chunks is None:
             return f"{self.min_chunks} or more stages"
         return "exactly one stage" if self.max_chunks == 1 else f"exactly {self.max_chunks} stages"
@@ -164,11 +164,7 @@ _ALIASES = {
 
 
 def schedule_rule(name: str) -> ScheduleRule:
-    """The rule of a schedule, by its name in any case, with or without separators and torch's "Schedule" before it.
-
-    Raises:
-        ConfigError: there is no such schedule.
-    """
+    """The rule of a schedule, by its name in any case, with or without separators and torch's "Schedule" before it."""
     plain = re.sub(r"[\s_-]", "", name).lower().removeprefix("schedule")
     known = {each.lower(): each for each in SCHEDULES} | _ALIASES
     if plain not in known:
@@ -178,17 +174,7 @@ def schedule_rule(name: str) -> ScheduleRule:
 
 
 def build_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The order of each rank under a schedule.
-
-    Args:
-        name: see `schedule_rule`.
-        ranks: size of the pipeline axis.
-        stages: of the whole model; as many on each rank.
-        microbatches: of one run of the schedule.
-
-    Raises:
-        ConfigError: the name is unknown, or the schedule does not take this number of stages or microbatches.
-    """
+    """The order of each rank under a schedule of this name; each rank has as many of the `stages`."""
     rule = schedule_rule(name)
     for what, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value < 1:
@@ -229,3 +215,73 @@ def _numbered(rule: ScheduleRule, slots: Iterable[str], stages: Sequence[int], m
                 waiting.append(action)
         if action.microbatch < microbatches:
             yield action
+
+
+# -- schedules of the user's own, in the compute-only format of torch's pipelining
+
+_CELL = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def read_csv(path: str | Path, *, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Read a schedule from a file, one row per rank; errors name row and cell, both from 1.
+
+    A cell is an action such as `0F0` or `1I2`; empty cells are bubbles, which follow from the order here; a pair such
+    as `(0F1;3B0)OVERLAP_F_B` runs one after the other. Each stage is on the rank that its actions are on.
+    """
+    name = _csv_name(path)
+    rows = _csv_rows(path)
+    if len(rows) != ranks:
+        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={ranks}. Give one row for each rank.")
+    owner = {action.stage: rank for rank in reversed(range(ranks)) for action, _ in rows[rank]}
+    without = [str(stage) for stage in range(stages) if stage not in owner]
+    if without:
+        raise ConfigError(f"{name} holds nothing for stage {', '.join(without)} of {stages}. Add its actions.")
+    orders = tuple(tuple(action for action, _ in row) for row in rows)
+    schedule = Schedule(name, ranks, stages, microbatches, tuple(owner[stage] for stage in range(stages)), orders)
+    check_actions(schedule, lambda rank, index: f"row {rank + 1}, cell {rows[rank][index][1]}")
+    timeline(schedule)
+    return schedule
+
+
+def sizes_in_csv(path: str | Path) -> tuple[int, int]:
+    """How many stages and how many microbatches the actions of a file name."""
+    found = [action for row in _csv_rows(path) for action, _ in row]
+    if not found:
+        raise ConfigError(f"{_csv_name(path)} holds no action. Write a row for each rank, with cells such as '0F0'.")
+    return 1 + max(action.stage for action in found), 1 + max(action.microbatch for action in found)
+
+
+def _csv_name(path: str | Path) -> str:
+    return f"pp_schedule_csv={str(path)!r}"
+
+
+def _csv_rows(path: str | Path) -> list[list[tuple[Action, int]]]:
+    """The actions of each row, each with the number of its cell."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{_csv_name(path)} cannot be read: {error}.") from None
+    return [
+        [
+            (action, column)
+            for column, cell in enumerate(row, 1)
+            for action in _cell_actions(cell, f"{_csv_name(path)}, row {number}, cell {column}")
+        ]
+        for number, row in enumerate(rows, 1)
+    ]
+
+
+def _cell_actions(cell: str, where: str) -> Iterator[Action]:
+    pair = _OVERLAP.fullmatch(cell.strip())
+    for text in pair[1].split(";") if pair else [cell]:
+        if not text.strip():
+            continue
+        match = _CELL.fullmatch(text.strip())
+        if not match or match[2] not in list(Kind):
+            raise ConfigError(
+                f"{where}: {cell!r} is no action. Write stage, kind and microbatch, such as '0F0'; kinds are F, B "
+                "(or I and W)."
+            )
+        yield Action(Kind(match[2]), int(match[1]), int(match[3]))

@@ -1,10 +1,8 @@
-"""Gradients of parameters that several stages hold.
+"""Gradients of parameters that several stages hold, and norms in which each parameter counts once.
 
 [Note: copies] A parameter that several stages need, such as the weight of tied embedding and head, is a parameter of
 each, with the gradient of all. Equal gradients and equal optimizer states keep the copies equal; in norms and in state
-only the first counts.
-
-How a stage reduces gradients over its own ranks is the inner strategy's; this adds what copies on other stages have.
+only the first counts. How a stage reduces gradients over its own ranks is the inner strategy's.
 Source: Huang et al. 2019, arXiv:1811.06965.
 """
 
@@ -19,8 +17,10 @@ from torch import Tensor, nn
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
 from meshwright.mesh.mesh import Mesh
+from meshwright.model.layout import in_order
+from meshwright.tensors.norms import joined_norm
 
-from .parameter_names import Names
+from .names import Names
 
 
 class Copies:
@@ -41,17 +41,14 @@ class Copies:
     def sum_gradients(self, found: Mapping[int, Findings]) -> Findings:
         """Give each copy the sum of all gradients, the same bits on all. Collective.
 
-        Args:
-            found: what each stage of this rank has seen in its gradients.
-
-        Returns:
-            Which of the parameters that have copies this rank has used; all ranks have as many.
+        `found` is what each stage of this rank has seen in its gradients. Returns which of the parameters that have
+        copies this rank has used; all ranks have as many.
         """
         unused = {parameter for findings in found.values() for parameter in findings.unused()}
         trainable = {index: set(manager.trainable()) for index, manager in self._managers.items()}
         trained, used = [], []
         for name, holders in self._names.shared.items():
-            mine = self._here(name, holders)
+            mine = {index: self._copy(index, name) for index in holders if index in self._managers}
             copies = [copy for index, copy in mine.items() if copy in trainable[index]]
             used.append(any(copy.grad is not None and copy not in unused for copy in copies))
             trained.append(copies)
@@ -68,24 +65,34 @@ class Copies:
                 holders = self._names.shared.get(canonical, (index,))
                 yield canonical, holders.index(index), len(holders)
 
-    def repeated(self, stage: int) -> list[nn.Parameter]:
+    def total_norm(self, norm_type: float) -> Tensor:
+        """Of the gradients of all stages; float64 scalar, equal on all ranks. Collective."""
+        norms = [
+            manager.gradients.total_norm(norm_type, without=self._repeated(index))
+            for index, manager in self._managers.items()
+        ]
+        return joined_norm(norms, norm_type, self._mesh.group("pp"), self._mesh.device)
+
+    def norms_by_part(self) -> dict[str, float]:
+        """See `StrategyManager.gradient_norms`."""
+        parts = in_order(self._names.parts.values())
+        squares = torch.zeros(len(parts), dtype=torch.float64)
+        for index, manager in self._managers.items():
+            repeated = set(self._repeated(index))
+            counted = {
+                parameter: self._names.parts[self._names.canonical[name]]
+                for name, parameter in manager.named_trainable()
+                if parameter not in repeated
+            }
+            squares += manager.gradients.squares(counted, parts)
+        squares = squares.to(self._mesh.device)
+        dist.all_reduce(squares, group=self._mesh.group("pp"))
+        return dict(zip(parts, squares.sqrt().tolist(), strict=True))
+
+    def _repeated(self, stage: int) -> list[nn.Parameter]:
         """Of a stage of this rank: what the optimizer trains of parameters that an earlier stage counts already."""
         shared = self._names.shared
         return [self._copy(stage, name) for name, holders in shared.items() if stage in holders[1:]]
-
-    def counted(self, stage: int) -> dict[nn.Parameter, str]:
-        """Of a stage of this rank: the other parameters, as the optimizer trains them, and the part of the whole model
-        that each is in."""
-        repeated, names = set(self.repeated(stage)), self._names
-        return {
-            parameter: names.parts[names.canonical[name]]
-            for name, parameter in self._managers[stage].named_trainable()
-            if parameter not in repeated
-        }
-
-    def _here(self, name: str, holders: Sequence[int]) -> dict[int, nn.Parameter]:
-        """By stage of this rank, what is trained of the copies of a parameter."""
-        return {index: self._copy(index, name) for index in holders if index in self._managers}
 
     def _copy(self, stage: int, canonical: str) -> nn.Parameter:
         manager = self._managers[stage]

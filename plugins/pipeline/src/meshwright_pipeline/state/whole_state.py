@@ -1,19 +1,26 @@
 """The whole state of a model from the states of its stages, and back: `state_dict(full=True)` and its loading.
 
-The state that each rank keeps of its own pieces is in `pieces_of_stages`; how tensors travel is in `carry`.
+States are carried along the pipeline tensor by tensor, so that no rank holds more at once than it keeps. The rest of a
+state (names, settings of the optimizer, where tensors go) goes ahead as one small object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.base.errors import StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.mesh.mesh import Mesh
 
-from .carry import broadcast, gathered
-from .parameter_names import Names, local_groups, renamed
+from .names import Names, local_groups, renamed
+
+Path = tuple[Any, ...]
 
 
 def whole_state(
@@ -21,11 +28,7 @@ def whole_state(
 ) -> dict[str, Any]:
     """See `StrategyManager.state_dict`; on the CPU of the first rank of all, nothing of it elsewhere. Collective.
 
-    Args:
-        managers: of this rank's stages, by their numbers.
-        names: of the whole model.
-        mesh: of all ranks.
-        with_optimizer: whether there is an optimizer.
+    `managers` are those of this rank's stages, by their numbers.
     """
     parts = {index: manager.state_dict(full=True) for index, manager in managers.items()}
     stages: list[dict[str, Any]] = []
@@ -40,15 +43,7 @@ def whole_state(
 def load_whole_state(
     managers: Mapping[int, DataParallelManager], names: Names, mesh: Mesh, state: Mapping[str, Any]
 ) -> None:
-    """See `StrategyManager.load_state_dict`. Collective.
-
-    Args:
-        managers, names, mesh: as of `whole_state`.
-        state: on the first rank of all.
-
-    Raises:
-        StrategyError: the state holds what the model does not have; on all ranks.
-    """
+    """See `StrategyManager.load_state_dict`; `state` is that of the first rank of all. Collective."""
     mesh.world.together(lambda: _check(state["model"], names))
     whole: Any = None
     if mesh.stage().world.rank == 0:
@@ -76,10 +71,9 @@ def _merged(states: Sequence[Mapping[str, Any]], names: Names, *, with_optimizer
             # Tied names keep sharing one tensor.
             model.setdefault(name, model.get(names.canonical.get(name, name), tensor))
         optimizer = state.get("optimizer", {})
-        for name, each in optimizer.get("state", {}).items():
-            values.setdefault(names.canonical[name], each)
-        for name, each in optimizer.get("masters", {}).items():
-            masters.setdefault(names.canonical[name], each)
+        for key, merged in (("state", values), ("masters", masters)):
+            for name, each in optimizer.get(key, {}).items():
+                merged.setdefault(names.canonical[name], each)
         for group in optimizer.get("param_groups", []):
             _join({**group, "params": [names.canonical[name] for name in group["params"]]}, groups)
     whole: dict[str, Any] = {"model": {name: model[name] for name in names.order if name in model}}
@@ -101,11 +95,7 @@ def _join(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
 
 
 def _check(model: Mapping[str, Any], names: Names) -> None:
-    """Refuse a whole state with what the model does not have.
-
-    Raises:
-        StrategyError: names some of it.
-    """
+    """Refuse a whole state with what the model does not have."""
     unknown = sorted(set(model) - set(names.order))
     if unknown:
         raise StrategyError(
@@ -130,3 +120,71 @@ def _part(whole: Mapping[str, Any], manager: DataParallelManager, names: Names) 
             "masters": renamed(optimizer.get("masters", {}), local),
         },
     }
+
+
+# -- along the pipeline
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The place of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def gathered(state: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """The states of all ranks of a group, on the CPU of its first rank; nothing elsewhere. Collective.
+
+    A state is made of mappings, lists and tuples of tensors, of any shapes and dtypes, and plain values.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    outlines: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(_mapped(state, _gap), outlines, group=group, group_dst=0)
+    if outlines is None:
+        _mapped(state, lambda path, tensor: dist.send(tensor.to(device).contiguous(), group=group, group_dst=0))
+        return []
+
+    def receive(source: int) -> Callable[[Path, Any], Tensor]:
+        def fill(path: Path, gap: _Gap) -> Tensor:
+            tensor = torch.empty(gap.shape, dtype=gap.dtype, device=device)
+            dist.recv(tensor, group=group, group_src=source)
+            return tensor.cpu()
+
+        return fill
+
+    return [state, *(_mapped(outlines[source], receive(source)) for source in range(1, size))]
+
+
+def broadcast(state: Any, group: dist.ProcessGroup, device: torch.device, *, wanted: Callable[[Path], bool]) -> Any:
+    """The state of the first rank of a group, on the CPU of all; None for unwanted tensors. Collective.
+
+    `wanted` says of a path whether this rank keeps the tensor there.
+    """
+    is_first = dist.get_rank(group) == 0
+    box = [_mapped(state, _gap) if is_first else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+
+    def fill(path: Path, given: Any) -> Tensor | None:
+        tensor = torch.empty(given.shape, dtype=given.dtype, device=device)
+        if is_first:
+            tensor.copy_(given)
+        dist.broadcast(tensor, group=group, group_src=0)
+        return given if is_first else tensor.cpu() if wanted(path) else None
+
+    return _mapped(state if is_first else box[0], fill)
+
+
+def _gap(path: Path, tensor: Tensor) -> _Gap:
+    return _Gap(tensor.shape, tensor.dtype)
+
+
+def _mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """The value with each tensor, or place of one, changed; in one order everywhere."""
+    if isinstance(value, (Tensor, _Gap)):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, change, (*path, key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, change, (*path, index)) for index, each in enumerate(value))
+    return value

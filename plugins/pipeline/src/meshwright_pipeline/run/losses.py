@@ -45,11 +45,7 @@ class LossOfLogits:
 
 
 def objective_of(value: Any) -> Objective | None:
-    """The objective of `loss_fn`: a callable, a function by its path, or an object of a class by its path.
-
-    Raises:
-        ConfigError: it cannot be imported, or the class needs arguments.
-    """
+    """The objective of `loss_fn`: a callable, a function by its path, or an object of a class by its path."""
     if value is None:
         return None
     loss: Any = value

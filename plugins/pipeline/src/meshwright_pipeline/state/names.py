@@ -1,0 +1,203 @@
+"""State of all stages on this rank under the names of the whole model: which stage holds which parameter, and the
+sharded state. No tensor moves to another rank here; see `whole_state` for the state that does.
+
+The name of a parameter that has several is, as in torch, the first. Where several stages have a parameter, the first
+saves it, and all load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from meshwright.base.errors import ModelError
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.model.layout import ModelLayout
+from meshwright.tensors.averages import COUNTS
+from meshwright.tensors.pieces import Sharded
+from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+
+from ..cut.boundary import Cut
+
+T = TypeVar("T")
+
+
+class Names:
+    """Names of a whole model before it is taken apart.
+
+    Attributes:
+        canonical: for each name of a parameter, the first of that parameter.
+        shared: for each trainable parameter that several stages hold, these stages, ascending.
+        parts: for each trainable parameter, the part of the whole model that it is in; see `ModelLayout.part_of`.
+        order: of all names of parameters and persistent buffers in the whole state.
+    """
+
+    def __init__(
+        self,
+        canonical: Mapping[str, str],
+        shared: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, str],
+        order: Sequence[str],
+        stage_of: Callable[[str], int],
+    ) -> None:
+        self.canonical, self.shared, self.parts, self.order = canonical, shared, parts, order
+        self._first: dict[str, int] = {}
+        for name in order:
+            first = canonical.get(name, name)
+            self._first[first] = min(stage_of(name), self._first.get(first, stage_of(name)))
+
+    def first_stage(self, name: str) -> int:
+        """The first stage that holds a parameter or persistent buffer."""
+        return self._first[self.canonical.get(name, name)]
+
+    def local(self, names: Iterable[str]) -> dict[str, str]:
+        """The names of a stage's parameters, each once, by those of the whole model."""
+        return {self.canonical[name]: name for name in names}
+
+    @classmethod
+    def of_model(cls, model: nn.Module, layout: ModelLayout, cut: Cut, split: Sequence[range]) -> Names:
+        """Of a model that is to be taken apart."""
+        canonical = first_names(model)
+        holders: dict[str, set[int]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                holders.setdefault(canonical[name], set()).update(_holders(name, cut, split))
+        shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
+
+        def stage_of(name: str) -> int:
+            return min(_holders(name, cut, split), default=0)
+
+        return cls(canonical, shared, trained_parts(model, layout), list(model.state_dict()), stage_of)
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]) -> Names:
+        """Of stages that are given as such: `first_names`, `trained_parts` and the names of the state of each."""
+        canonical: dict[str, str] = {}
+        parts: dict[str, str] = {}
+        for index, (names, trained, _) in enumerate(stages):
+            both = sorted(canonical.keys() & names.keys())
+            if both:
+                raise ModelError(
+                    f"stage {index} of the pipeline and one before it both have a parameter {both[0]!r}. Give each "
+                    f"stage the parameters of its own part of the model, under the names of the whole."
+                )
+            canonical.update(names)
+            parts.update(trained)
+        stage_of = {name: index for index, (*_, order) in reversed(list(enumerate(stages))) for name in order}
+        order = list(dict.fromkeys(name for *_, order in stages for name in order))
+        return cls(canonical, {}, parts, order, stage_of.__getitem__)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, the first of that parameter."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first.setdefault(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def trained_parts(model: nn.Module, layout: ModelLayout) -> dict[str, str]:
+    """For each parameter that trains, under the first of its names, the part of the model that it is in."""
+    return {name: layout.part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def renamed(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
+    """Values by names of the whole model, under the names of a stage; without those that it does not have."""
+    return {local[name]: each for name, each in values.items() if name in local}
+
+
+def local_groups(groups: Sequence[Mapping[str, Any]], local: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Parameter groups with the parameters that a stage has, under its names; groups may be empty then."""
+    return [{**group, "params": [local[name] for name in group["params"] if name in local]} for group in groups]
+
+
+def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:
+    """The stages that hold a parameter or buffer under this name."""
+    if name in cut.loose:
+        return {0}
+    block = next((index for index, each in enumerate(cut.blocks) if name.startswith(f"{each}.")), None)
+    if block is not None:
+        return {stage for stage, blocks in enumerate(split) if block in blocks}
+    module = name.rpartition(".")[0]
+    while module and module not in cut.outside:
+        # A module that reads what it holds in a container stands for all that is in it.
+        module = module.rpartition(".")[0]
+    if not module:
+        # Buffers of a module without parameters, which takes no memory worth saving.
+        return set(range(len(split)))
+    return {stage for stage, blocks in enumerate(split) if cut.runs_in(module, blocks)}
+
+
+# -- sharded state
+
+
+def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> ShardedState:
+    """See `StrategyManager.sharded_state`; `managers` are those of this rank's stages, by their numbers."""
+    model: dict[str, Sharded] = {}
+    averages: dict[str, Sharded] = {}
+    optimizer: OptimizerState[Sharded] = OptimizerState()
+    for index, manager in managers.items():
+        state = manager.sharded_state()
+        for found, merged in ((state.model, model), (state.averages, averages)):
+            for name, sharded in found.items():
+                if name == COUNTS or names.first_stage(name) == index:
+                    merged[names.canonical.get(name, name)] = sharded
+        if state.optimizer is None:
+            continue
+        parameters = (name for group in state.optimizer.groups for name in group["params"])
+        first = {name: names.canonical[name] for name in parameters if names.first_stage(name) == index}
+        optimizer.tensors.update(renamed(state.optimizer.tensors, first))
+        optimizer.values.update(renamed(state.optimizer.values, first))
+        optimizer.groups += [group for group in local_groups(state.optimizer.groups, first) if group["params"]]
+    if not any(manager.has_optimizer for manager in managers.values()):
+        return ShardedState(model)
+    return ShardedState(model, optimizer, averages)
+
+
+def stages_parameters(managers: Mapping[int, DataParallelManager], names: Names) -> dict[str, Sharded | None]:
+    """See `StrategyManager.parameter_pieces`; in the order of the whole model, None for those of other ranks."""
+    found = {
+        names.canonical[name]: sharded
+        for index, manager in managers.items()
+        for name, sharded in manager.parameter_pieces().items()
+        if names.first_stage(name) == index
+    }
+    return {name: found.get(name) for name in names.order if names.canonical.get(name) == name}
+
+
+@contextmanager
+def loading_stages(
+    managers: Mapping[int, DataParallelManager], names: Names, saved: OptimizerState[TensorKind] | None
+) -> Iterator[ShardedState]:
+    """See `StrategyManager.loading`; `saved` is of the whole model's optimizer, None: parameters and buffers alone."""
+    with ExitStack() as contexts:
+        model: dict[str, Sharded] = {}
+        averages: dict[str, Sharded] = {}
+        tensors: dict[str, dict[str, Sharded]] = {}
+        for manager in managers.values():
+            part = _part(saved, manager, names) if saved is not None and manager.has_optimizer else None
+            target = contexts.enter_context(manager.loading(part))
+            for found, merged in ((target.model, model), (target.averages, averages)):
+                for name, sharded in found.items():
+                    _add(merged, names.canonical.get(name, name), sharded)
+            for name, values in (target.optimizer.tensors if target.optimizer is not None else {}).items():
+                for key, sharded in values.items():
+                    _add(tensors.setdefault(names.canonical[name], {}), key, sharded)
+        yield ShardedState(model, None if saved is None else OptimizerState(tensors=tensors), averages)
+
+
+def _part(saved: OptimizerState[TensorKind], manager: DataParallelManager, names: Names) -> OptimizerState[TensorKind]:
+    """What a stage's optimizer has of the whole state, under the stage's names."""
+    local = names.local(manager.parameter_names.values())
+    groups = local_groups(saved.groups, local)
+    return OptimizerState(renamed(saved.tensors, local), renamed(saved.values, local), groups)
+
+
+def _add(found: dict[str, Sharded], name: str, sharded: Sharded) -> None:
+    """A tensor that two stages of this rank have, has the pieces of both."""
+    if name in found:
+        sharded = Sharded(sharded.shape, sharded.dtype, found[name].pieces + sharded.pieces)
+    found[name] = sharded
