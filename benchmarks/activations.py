@@ -26,7 +26,7 @@ from meshwright.model.budget import BudgetedBlocks
 from meshwright.model.knapsack import ONE_STAGE, Choices
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.measures import measure_memory

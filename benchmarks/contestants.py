@@ -34,8 +34,7 @@ from meshwright.base.types import Batch
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World
-from meshwright.optim.build import optimizer_factory
-from meshwright.optim.schedules import build_scheduler
+from meshwright.optim.build import build_scheduler, optimizer_factory
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop.options import Loop

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.step.rows import Rows, token_loss
-from meshwright.step.token_loss import target_loss_sum
+from meshwright.step.tokens import target_loss_sum
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.measures import measure_memory

@@ -53,20 +53,20 @@ if TYPE_CHECKING:
     from .optim.config import EMAConfig as EMAConfig
     from .optim.config import OptimizerConfig as OptimizerConfig
     from .optim.config import OptimizerGroup as OptimizerGroup
-    from .optim.optimizers import Optimizers as Optimizers
+    from .optim.groups import Optimizers as Optimizers
     from .step.agreement import count_tokens as count_tokens
     from .step.tokens import Outputs as Outputs
     from .step.tokens import Tokens as Tokens
+    from .strategy.contract import DistributedConfig as DistributedConfig
+    from .strategy.contract import StrategyConfig as StrategyConfig
     from .strategy.contract import StrategyManager as StrategyManager
+    from .strategy.contract import StrategySpec as StrategySpec
     from .strategy.hooks import hookimpl as hookimpl
     from .strategy.registry import Registry as Registry
     from .strategy.registry import get_registry as get_registry
     from .strategy.registry import get_strategy as get_strategy
     from .strategy.registry import list_strategies as list_strategies
     from .strategy.registry import model_layout as model_layout
-    from .strategy.spec import DistributedConfig as DistributedConfig
-    from .strategy.spec import StrategyConfig as StrategyConfig
-    from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
     from .strategy.stack import resolve as resolve
     from .train.from_pretrained import from_config as from_config
@@ -101,13 +101,12 @@ _NAMES = {
     "objectives.registry": "get_objective list_objectives",
     "optim.build": "optimizer_factory",
     "optim.config": "EMAConfig OptimizerConfig OptimizerGroup",
-    "optim.optimizers": "Optimizers",
+    "optim.groups": "Optimizers",
     "step.agreement": "count_tokens",
     "step.tokens": "Outputs Tokens",
-    "strategy.contract": "StrategyManager",
+    "strategy.contract": "DistributedConfig StrategyConfig StrategyManager StrategySpec",
     "strategy.hooks": "hookimpl",
     "strategy.registry": "Registry get_registry get_strategy list_strategies model_layout",
-    "strategy.spec": "DistributedConfig StrategyConfig StrategySpec",
     "strategy.stack": "Stack resolve",
     "train.from_pretrained": "from_config from_pretrained",
     "train.loop.bad_steps": "BadStepConfig",

@@ -17,7 +17,7 @@ from meshwright.checkpoint import read_manifest, saving
 from meshwright.checkpoint.drafts import Draft
 from meshwright.checkpoint.manifest import StoredFile, step_directory, steps_in
 from meshwright.checkpoint.payload import write_tensors
-from meshwright.optim.schedules import build_scheduler
+from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps

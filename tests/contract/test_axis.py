@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.objective_layouts import columns_of, everything, packed, trained_by
 from support.tiers import mostly_slow
 
 from meshwright import BatchError, ModelError
-from meshwright.base.types import Batch
 from meshwright.testing import Case, Outcome, conformance, pool
 from meshwright.testing.case import share
 from meshwright.testing.cells import register
@@ -26,25 +24,6 @@ def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
     case = Case(microbatches=3, empty=4, eval_after=True, unshard_after=True)
     reference = pool(1).run(train_case, "single", {}, {}, case)[0]
     assert difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_it_takes_any_objective(ranks):
-    case = Case(microbatches=3, steps=4)
-    expected = pool(1).run(trained_alike, "single", {}, case)[0]
-    found = pool(ranks).run(trained_alike, "rows", {"tp_size": ranks}, case)
-    assert difference(found, expected).worst <= case.tolerance
-
-
-def trained_alike(strategy: str, sizes: dict[str, int], case: Case) -> Outcome:
-    """On batches of which the rows of each microbatch are of the same number on all ranks."""
-    register("support.rows_axis")
-
-    def batches(case: Case, step: int, *_: int) -> list[Batch]:
-        return [packed(batch) | columns_of(batch) for batch in share(case, step, 0, 1)]
-
-    return trained_by(build_manager(strategy, {}, sizes, case), case, everything, batches)
 
 
 def _told_without_joined() -> tuple[str, float]:

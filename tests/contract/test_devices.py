@@ -15,17 +15,14 @@ from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.base.types import Batch
-from meshwright.optim.schedules import build_scheduler
+from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.norms import scale_to_norm, total_grad_norm
-from meshwright.tensors.ops import moments_of
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop.fit import fit
 from meshwright.train.loop.options import Loop
-from meshwright.train.loop.step import memory_now
 from meshwright.train.run.run_file import ScheduleConfig
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
@@ -67,29 +64,7 @@ def test_the_pretended_device_is_as_strict_as_cuda() -> None:
 # -- times and memory
 
 
-@pytest.mark.parametrize("device", [CPU, ACCELERATOR, torch.device("meta")], ids=str)
-def test_only_an_accelerator_is_asked_for_times_and_memory(device: torch.device) -> None:
-    # Torch raises for a device that it was built without a runtime for, and this build has none.
-    assert moments_of(device) is None
-    assert set(memory_now(device)) == {"host", "host_peak"}
-
-
 # -- norms
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_norms_of_gradients_on_both_devices(norm_type: float) -> None:
-    with TwoDevices():
-        gradients = [torch.full((2,), 3.0), torch.full((3,), 2.0, device=ACCELERATOR), torch.ones(1).half()]
-        expected = torch.linalg.vector_norm(torch.tensor([3.0, 3, 2, 2, 2, 1], dtype=torch.float64), norm_type)
-        for device in (CPU, ACCELERATOR):
-            norm = total_grad_norm(gradients, norm_type, device=device)
-            assert norm.device == device
-            assert float(norm) == pytest.approx(float(expected))
-            assert total_grad_norm([], norm_type, device=device).device == device
-        scale_to_norm(gradients, norm, float(expected) / 2)
-        assert [each.device for each in gradients] == [CPU, ACCELERATOR, CPU]
-        assert float(gradients[1][0]) == pytest.approx(1.0)
 
 
 # -- the whole path of training

@@ -20,7 +20,7 @@ from support.measures import limit_memory, measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor
 
-from meshwright import ConfigError, Mesh, MeshSizes, MeshwrightError, RankError, StrategyError, open_world, resolve
+from meshwright import ConfigError, Mesh, MeshSizes, RankError, StrategyError, open_world, resolve
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model
@@ -317,27 +317,6 @@ def test_what_cannot_be_given_is_refused_on_all_ranks_by_the_call() -> None:
         strict=True,
     ):
         assert words in text
-
-
-def _before_it_is_there(name: str) -> list[str]:
-    layout, world = LAYOUTS[name], open_world("cpu")
-    stack, degrees = resolve(layout.strategy, MeshSizes(**layout.sizes), world.size)
-    manager = stack.build(Mesh(degrees, world))
-    texts = []
-    for call in (lambda: manager.iter_parameters(bucket_bytes=1), lambda: manager.optimizer):
-        with pytest.raises(MeshwrightError) as error:
-            call()
-        texts.append(str(error.value))
-    built = _manager(layout)
-    assert built.optimizer.param_groups
-    return texts
-
-
-@pytest.mark.parametrize("name", mostly_slow(["single", "pipeline, ddp"]))
-def test_model_and_optimizer_are_asked_for_before_they_are_there(name: str) -> None:
-    for model, optimizer in pool(LAYOUTS[name].ranks).run(_before_it_is_there, name):
-        assert "call manager.parallelize(model) first" in model
-        assert "call manager.build_optimizer(factory) first" in optimizer
 
 
 # -- the example

@@ -16,8 +16,6 @@ from meshwright import Mesh, MeshError, MeshSizes, open_world
 from meshwright.base.errors import BatchError, ConfigError, DataError
 from meshwright.testing import pool
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 def _mesh(sizes: dict[str, Any]) -> Mesh:
     world = open_world("cpu")
@@ -51,11 +49,6 @@ def test_views_join_neighbouring_axes() -> None:
     assert groups[1] == {"dp": [1, 3], "dp_cp": [0, 1, 2, 3], "dp_shard_cp": [0, 1], "dp_replicate": [1, 3]}
 
 
-def test_all_axes_of_size_one_work_alike() -> None:
-    (groups,) = pool(1).run(_sums, {}, [*AXES, "dp", "dp_cp", "dp_shard_cp"])
-    assert all(ranks == [0] for ranks in groups.values())
-
-
 def _data_coordinates(sizes: dict[str, Any]) -> tuple[int, int, bool]:
     mesh = _mesh(sizes)
     return mesh.data_rank, mesh.data_size, mesh.leads_data
@@ -85,12 +78,6 @@ def test_expert_mesh_covers_the_same_ranks() -> None:
     first, *_, last = pool(4).run(_expert_ranks, {"tp_size": 2, "ep_size": 2})
     assert first == {"pp": [0], "dp_replicate": [0], "ep_shard": [0, 2], "ep": [0, 1]}
     assert last == {"pp": [3], "dp_replicate": [3], "ep_shard": [1, 3], "ep": [2, 3]}
-
-
-@pytest.mark.slow
-def test_experts_may_spread_over_more_ranks_than_tp_and_over_the_whole_world() -> None:
-    first = pool(4).run(_expert_ranks, {"tp_size": 2, "ep_size": 4})[0]
-    assert first["ep"] == [0, 1, 2, 3]
 
 
 def _unknown_view() -> str:
@@ -206,10 +193,6 @@ def test_an_error_of_one_rank_is_raised_on_all_with_one_text() -> None:
 
 def test_an_error_of_all_ranks_is_told_once_without_ranks() -> None:
     assert pool(2).run(_together, (0, 1), "corpus missing") == ["raised corpus missing"] * 2
-
-
-def test_without_error_each_rank_gets_its_own_result() -> None:
-    assert pool(2).run(_together, (), "") == ["0", "1"]
 
 
 def _mixed_errors() -> str:

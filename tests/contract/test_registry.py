@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from meshwright.base.errors import StrategyError, UnknownStrategyError
 from meshwright.cli import main as cli
 from meshwright.cli.main import add_commands
+from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry, install_line, installable
-from meshwright.strategy.spec import StrategySpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stdlib.yaml"
 
 GOOD = """
-from meshwright.strategy.spec import StrategyConfig, StrategySpec
+from meshwright.strategy.contract import StrategyConfig, StrategySpec
 from meshwright.strategy.hooks import hookimpl
 
 class Config(StrategyConfig):
@@ -35,9 +35,14 @@ def spec(name, **changes):
 """
 
 
+def hooked(body: str, hook: str = "register_strategies()") -> str:
+    """The source of a plugin whose hook does this."""
+    return f"{GOOD}\n@hookimpl\ndef {hook}:\n    {body}\n"
+
+
 def bringing(*specs: str) -> str:
     """The source of a plugin that brings these specs."""
-    return f"{GOOD}\n@hookimpl\ndef register_strategies():\n    return [{', '.join(specs)}]\n"
+    return hooked(f"return [{', '.join(specs)}]")
 
 
 @pytest.fixture
@@ -71,53 +76,28 @@ BROKEN_PLUGINS = {
     "syntax error": ("def broken(:\n", "SyntaxError: "),
     "error at import": ("1 / 0", "ZeroDivisionError: division by zero"),
     "exit at import": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
-    "misspelt hook": (
-        f"{GOOD}\n@hookimpl\ndef register_strategy():\n    return []\n",
-        "unknown hook 'register_strategy'",
-    ),
-    "wrong argument": (
-        f"{GOOD}\n@hookimpl\ndef on_step_end(outcome):\n    pass\n",
-        "{'outcome'}",
-    ),
+    "misspelt hook": (hooked("return []", "register_strategy()"), "unknown hook 'register_strategy'"),
+    "wrong argument": (hooked("pass", "on_step_end(outcome)"), "{'outcome'}"),
     "no hook": ("x = 1", "it implements no hook of meshwright"),
     "forgotten mark": ("def register_strategies():\n    return []\n", "mark its functions with meshwright.hookimpl"),
-    "raises": (
-        f"{GOOD}\n@hookimpl\ndef register_strategies():\n    raise RuntimeError('no network')\n",
-        "register_strategies failed: RuntimeError: no network",
-    ),
-    "exits": (
-        f"{GOOD}\n@hookimpl\ndef register_strategies():\n    raise SystemExit(3)\n",
-        "register_strategies failed: SystemExit: 3",
-    ),
-    "returns None": (
-        f"{GOOD}\n@hookimpl\ndef register_strategies():\n    pass\n",
-        "it returned None, not a list of meshwright.StrategySpec",
-    ),
-    "returns a spec": (
-        f"{GOOD}\n@hookimpl\ndef register_strategies():\n    return spec('broken')\n",
-        "it returned StrategySpec(name='broken'",
-    ),
-    "returns a string": (
-        f"{GOOD}\n@hookimpl\ndef register_strategies():\n    return 'broken'\n",
-        "it returned 'broken', not a list",
-    ),
+    "raises": (hooked("raise RuntimeError('no network')"), "register_strategies failed: RuntimeError: no network"),
+    "exits": (hooked("raise SystemExit(3)"), "register_strategies failed: SystemExit: 3"),
+    "returns None": (hooked("pass"), "it returned None, not a list of meshwright.StrategySpec"),
+    "returns a spec": (hooked("return spec('broken')"), "it returned StrategySpec(name='broken'"),
+    "returns a string": (hooked("return 'broken'"), "it returned 'broken', not a list"),
     "returns other things": (bringing("dict(name='broken')"), "is a dict, not a meshwright.StrategySpec"),
     "raises halfway": (
-        f"{GOOD}\n@hookimpl\ndef register_strategies():\n    yield spec('half')\n    raise OSError('gone')\n",
+        hooked("yield spec('half')\n    raise OSError('gone')"),
         "register_strategies failed: OSError: gone",
     ),
     "no summary": (bringing("spec('broken', summary='')"), "summary is missing"),
-    "summary no text": (bringing("spec('broken', summary=None)"), "summary is missing"),
     "unknown axis": (bringing("spec('broken', axes={'tpp'})"), "axes {'tpp'} are not a set out of pp, dp_replicate"),
     "axes a string": (bringing("spec('broken', axes='tp')"), "axes 'tp' are not a set"),
-    "axes a list": (bringing("spec('broken', axes=['tp'])"), "axes ['tp'] are not a set"),
     "axes missing": (bringing("spec('broken', axes=None)"), "axes None are not a set"),
     "config no model": (bringing("spec('broken', config_cls=dict)"), "is not a pydantic model class"),
-    "config an instance": (bringing("spec('broken', config_cls=Config())"), "is not a pydantic model class"),
     "build not callable": (bringing("spec('broken', build='module:build')"), "build 'module:build' is not callable"),
     "aliases a string": (bringing("spec('broken', aliases='b')"), "aliases 'b' are not a tuple of strings"),
     "aliases missing": (bringing("spec('broken', aliases=None)"), "aliases None are not a tuple"),
-    "alias no string": (bringing("spec('broken', aliases=(1,))"), "aliases (1,) are not a tuple of strings"),
     "alias empty": (bringing("spec('broken', aliases=('',))"), "aliases ('',) are not a tuple of strings"),
     "name in capitals": (bringing("spec('Broken')"), "name 'Broken' is not a lower-case identifier"),
     "name no identifier": (bringing("spec(None)"), "name None is not a lower-case identifier"),

@@ -130,14 +130,3 @@ def test_degrees_fill_the_world_and_experts_share_the_shards_or_it_is_an_error(s
     if sizes.dp_replicate_size is None:
         only_copies = "dp_replicate" in claims and "dp_shard" not in claims
         assert (degrees.dp_replicate, degrees.dp_shard) == ((degrees.dp, 1) if only_copies else (1, degrees.dp))
-
-
-@given(
-    root=st.tuples(SIZE, SIZE, SIZE, SIZE, SIZE),
-    left_open=st.sampled_from(["dp_size", "tp_size", "pp_size", "cp_size"]),
-)
-def test_sizes_that_fill_the_world_always_resolve_whichever_is_left_open(root, left_open):
-    expected = Degrees(*root)
-    sizes = {"dp_size": expected.dp, "dp_replicate_size": expected.dp_replicate}
-    sizes |= {f"{axis}_size": getattr(expected, axis) for axis in ("tp", "pp", "cp")}
-    assert MeshSizes(**{**sizes, left_open: None}).resolve(expected.world_size) == expected

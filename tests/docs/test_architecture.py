@@ -185,7 +185,7 @@ def nameless_defaults(module: Module) -> Iterator[str]:
 
 
 BREAKS: dict[Rule, str] = {
-    private_names_of_core_in_plugins: "from meshwright.step.batch import _defect",
+    private_names_of_core_in_plugins: "from meshwright.step.agreement import _defect",
     private_foreign_names: "def f(model):\n    return getattr(model, '_no_split_modules')",
     patches_of_foreign_code: "from torch import nn\nnn.Linear.forward, x = print, 1",
     assertions_and_fields_set: "def f(x):\n    assert x > 0, 'bad'",

@@ -22,8 +22,7 @@ import site_pages
 
 import meshwright
 from meshwright.base import errors
-from meshwright.base.error_text import said
-from meshwright.base.errors import MeshwrightError
+from meshwright.base.errors import MeshwrightError, said
 from meshwright.train.run import run_file
 from meshwright.train.run.run_file import RunConfig
 

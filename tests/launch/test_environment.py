@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.base.allocator import SETTINGS, prefer_expandable_segments, uses_expandable_segments
 from meshwright.base.errors import MeshError, StrategyError
+from meshwright.base.processes import SETTINGS, prefer_expandable_segments, uses_expandable_segments
 from meshwright.cli import main as command_line
 from meshwright.files.versions import check_torch, oldest_torch
 from meshwright.launch.open_world import find_device, missing_driver

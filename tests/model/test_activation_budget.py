@@ -27,7 +27,7 @@ from meshwright.model.layout import layout_by_structure
 from meshwright.model.offload import OffloadedBlocks
 from meshwright.model.operators import COMMUNICATION
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab

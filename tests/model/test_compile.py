@@ -11,7 +11,7 @@ from meshwright.base.errors import ModelError, StrategyError
 from meshwright.model.compile import check_compiler, compile_blocks
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing.models import tiny_model
 
 

@@ -14,7 +14,7 @@ from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.activation_options import ActivationOptions
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blocks
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab, tiny_model
 from meshwright.testing.parity import build_manager, train_steps

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from meshwright import ConfigError, Tokens, count_tokens
 from meshwright.base.types import Batch
-from meshwright.step.objective import Given
-from meshwright.step.objective_trial import tried
+from meshwright.step.objective import Given, tried
 from meshwright.step.tokens import Sequences
 from meshwright.testing.case import Case, share
 from meshwright.testing.parity import build_manager

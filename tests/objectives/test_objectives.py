@@ -23,8 +23,7 @@ from meshwright.base.errors import BatchError, ConfigError, ModelError
 from meshwright.objectives import CrossEntropy, Objective, get_objective, list_objectives, previous_tokens
 from meshwright.objectives.base import Columns
 from meshwright.objectives.functions import log1mexp
-from meshwright.step.token_loss import targets
-from meshwright.step.tokens import Tokens
+from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright.testing import pool

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support.kinds import DIFFERENT_IN_KIND
+from support.managers import manager_of
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
-from meshwright import Mesh, MeshSizes, OptimizerConfig, open_world, optimizer_factory, resolve
+from meshwright import OptimizerConfig, optimizer_factory
 from meshwright.base.errors import ConfigError
 from meshwright.optim.groups import known_without_model, what_is_trained
 from meshwright.testing.models import tiny_model
@@ -32,8 +33,7 @@ def decayed(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) ->
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in KINDS else pytest.mark.zoo) for name in TRAINABLE],
+    "model_type", [pytest.param(name, marks=() if name in KINDS else pytest.mark.zoo) for name in TRAINABLE]
 )
 def test_matrices_are_decayed_and_norms_biases_and_vectors_are_not(model_type: str) -> None:
     with torch.device("meta"):
@@ -107,10 +107,7 @@ OWN = {"embed.weight", "head.weight"} | {
 
 def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int], own: bool) -> set[str]:
     """What the groups of this rank's optimizer decay, under the names of the unwrapped model."""
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
-    manager.parallelize(Model() if own else tiny_model())
+    manager = manager_of(Model() if own else tiny_model(), strategy, config, sizes)
     named: dict[str, nn.Parameter] = {}
 
     def factory(given: Any) -> torch.optim.Optimizer:

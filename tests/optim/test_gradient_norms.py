@@ -14,13 +14,11 @@ from support.tiers import mostly_slow
 
 from meshwright import Loop, StrategyError, StrategyManager, fit
 from meshwright.model.layout import in_order
-from meshwright.step.agreement import count_tokens
 from meshwright.tensors.norms import squares_by_part
 from meshwright.testing import Case, pool
+from meshwright.testing.block_norms import FoundNorms, norms_reference, train_by_block
 from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, train_steps
-from meshwright.testing.tasks import FoundNorms, norms_reference, train_by_block
-from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright.testing.parity import build_manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -98,33 +96,6 @@ def test_asking_changes_no_bit_of_what_is_trained(layout: str) -> None:
         assert mine.outcome.norms == other.outcome.norms
         for name, weight in other.outcome.weights.items():
             assert torch.equal(mine.outcome.weights[name], weight), name
-
-
-def _traffic(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case) -> Traffic:
-    manager = build_manager(strategy, config, sizes, case)
-    train_steps(manager, case, range(1))
-    microbatches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
-    manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
-    manager.gradient_norms()
-    return measure_collectives(manager.gradient_norms)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "calls"),
-    [
-        ("ddp", {}, 0),
-        ("fsdp2", {}, 1),
-        ("fsdp2", {"dp_replicate_size": 2}, 0),
-        ("fsdp2", {"tp_size": 2}, 1),
-        ("fsdp2", {"pp_size": 2}, 1),
-    ],
-)
-def test_one_vector_is_summed_for_each_set_of_groups(strategy: str, sizes: Mapping[str, int], calls: int) -> None:
-    for traffic in pool(2).run(_traffic, strategy, {}, sizes, CASES["tied"]):
-        assert [each.kind for each in traffic] == ["all_reduce"] * calls
-        # Of six numbers: the embedding, four blocks, and the rest.
-        assert traffic.bytes == calls * 6 * 8
 
 
 def test_what_is_not_finite_stays_in_its_part() -> None:

@@ -14,14 +14,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.managers import manager_of
 from torch import nn
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.launch.open_world import open_world
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.trial import check_optimizer
-from meshwright.strategy.stack import resolve
 from meshwright.tensors.state import DTENSORS
 from meshwright.testing.case import TOLERANCE, Case, Outcome
 from meshwright.testing.models import case_model
@@ -117,14 +115,11 @@ def made(name: str, named: Any) -> torch.optim.Optimizer:
 
 
 def trained(name: str, strategy: str, config: dict[str, Any], sizes: dict[str, Any]) -> Outcome | str:
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
     model = case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
     for key, parameter in model.named_parameters():
         # Muon is for matrices.
         parameter.requires_grad_(name != "Muon" or "proj" in key)
-    manager.parallelize(model)
+    manager = manager_of(model, strategy, config, sizes)
     try:
         manager.build_optimizer(lambda named: made(name, named))
     except MeshwrightError as error:
@@ -179,11 +174,8 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_with_a_warning_where_paramet
 
 
 def told_of_untried(strategy: str, config: dict[str, Any]) -> list[str]:
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
     model = case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
-    manager.parallelize(model)
+    manager = manager_of(model, strategy, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         manager.build_optimizer(lambda named: Demanding([p for _, p in named], model))
@@ -192,12 +184,7 @@ def told_of_untried(strategy: str, config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        ("AdamW", {"differentiable": True}),
-        ("Adam", {"betas": (0.9, 0.9, 0.9)}),
-        ("SparseAdam", {}),
-        ("LBFGS", {}),
-    ],
+    [("AdamW", {"differentiable": True}), ("Adam", {"betas": (0.9, 0.9, 0.9)}), ("SparseAdam", {}), ("LBFGS", {})],
 )
 def test_an_optimizer_that_could_not_step_is_refused_by_name(name: str, settings: dict[str, Any]) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))], **settings)

@@ -24,7 +24,7 @@ from meshwright import (
 from meshwright.base.types import IGNORED_LABEL
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.context.positions import divided, local_part, put_together
-from meshwright.step.token_loss import split_targets, target_loss_sum, token_loss_sum
+from meshwright.step.tokens import split_targets, target_loss_sum, token_loss_sum
 from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import TOLERANCE, share

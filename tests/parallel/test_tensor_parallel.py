@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshwright import ModelError, StrategyError, count_tokens, open_world
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor import parallelize_tensors
-from meshwright.step.row_head import RowHead
-from meshwright.step.token_loss import targets
+from meshwright.step.lm_head import RowHead
+from meshwright.step.tokens import targets
 from meshwright.testing import Case, Cell, pool
 from meshwright.testing.case import global_batch, share
 from meshwright.testing.models import case_model, tiny_model

@@ -16,8 +16,7 @@ from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, op
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.sequence_stream import find_parts
-from meshwright.step.agreement import agree
-from meshwright.step.batch import Terms
+from meshwright.step.agreement import Terms, agree
 from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share

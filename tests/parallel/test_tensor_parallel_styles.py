@@ -23,7 +23,7 @@ from meshwright.parallel.tensor.collectives import (
     gather,
 )
 from meshwright.step.rows import Rows, token_loss
-from meshwright.step.token_loss import targets, token_loss_sum
+from meshwright.step.tokens import targets, token_loss_sum
 from meshwright.testing import pool
 from meshwright.tracing.collectives import measure_collectives
 

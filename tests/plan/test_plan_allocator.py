@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.allocator import SETTINGS
+from meshwright.base.processes import SETTINGS
 from meshwright.plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Allocator, replay, streams
 from meshwright.plan.trace import Operation
 

@@ -36,7 +36,7 @@ from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import model_config
 from meshwright.optim.build import try_optimization
-from meshwright.optim.optimizers import needs_closure
+from meshwright.optim.groups import needs_closure
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
 from meshwright.train.run import start

@@ -112,23 +112,6 @@ def test_a_device_mesh_that_is_not_understood_is_refused_on_all_ranks(
     assert all(told in text for text in texts), texts
 
 
-def _from_config(theirs: bool) -> tuple[str, list[float]]:
-    config: Any = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    if not theirs:
-        config = DDPConfig(engine="bucketed", grad_reduce_in_fp32=True)
-    hf_config = tiny_model().config
-    manager: Any = mw.from_config(hf_config, "ddp", config=config, dtype="float32", device="cpu")
-    manager.build_optimizer(optimizer_factory(CASE.optimizer))
-    return manager.config.engine, train_steps(manager, CASE, range(2))[0]
-
-
-@pytest.mark.slow
-def test_from_config_takes_the_references_class() -> None:
-    found = pool(2).run(_from_config, True)
-    assert found == pool(2).run(_from_config, False)
-    assert found[0][0] == "bucketed"
-
-
 def _gradient_dtype() -> tuple[str, str]:
     world = open_world("cpu")
     mesh = Mesh(Degrees(dp_replicate=world.size), world)
@@ -177,81 +160,34 @@ def test_a_manager_refuses_a_mesh_with_an_axis_that_it_does_not_shard() -> None:
     assert pool(2).run(_unclaimed_axis)[0].startswith("the mesh is pp=2, but this strategy does not shard pp")
 
 
-@pytest.mark.parametrize(
-    ("by_position", "by_name"),
-    [
-        (
-            FSDP2Config(True, None, True, None, None, "bfloat16", "full", False, "gloo", False, True, True, 3, 2),
-            FSDP2Config(
-                sequence_parallel=True,
-                patch_is_packed_sequence=True,
-                autocast_dtype="bfloat16",
-                activation_checkpointing="full",
-                defer_fsdp_grad_sync=False,
-                backend="gloo",
-                enable_compile=True,
-                enable_fsdp2_prefetch=True,
-                fsdp2_backward_prefetch_depth=3,
-                fsdp2_forward_prefetch_depth=2,
-            ),
-        ),
-        (
-            MegatronFSDPConfig(True, None, ["Block"], 2, True, True, True, True, False, False, True, True, True),
-            MegatronFSDPConfig(
-                sequence_parallel=True,
-                megatron_fsdp_unit_modules=["Block"],
-                zero_dp_strategy=2,
-                init_fsdp_with_meta_device=True,
-                grad_reduce_in_fp32=True,
-                preserve_fp32_weights=True,
-                overlap_param_gather=False,
-                check_for_nan_in_grad=False,
-                average_in_collective=True,
-                disable_bucketing=True,
-                calculate_per_token_loss=True,
-            ),
-        ),
-        (DDPConfig(True, "gloo"), DDPConfig(activation_checkpointing=True, backend="gloo")),
-        (
-            DistributedDataParallelConfig(True, True, True, True, True, 2, True, True, 9, True, False, True),
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=True,
-                overlap_param_gather=True,
-                align_param_gather=True,
-                use_distributed_optimizer=True,
-                num_distributed_optimizer_instances=2,
-                check_for_nan_in_grad=True,
-                check_for_large_grads=True,
-                bucket_size=9,
-                pad_buckets_for_high_nccl_busbw=True,
-                average_in_collective=True,
-            ),
-        ),
-        (
-            PipelineConfig("gpipe", None, 2, 4, 3, "up", None, False, False, True, "bfloat16", False, None, 64),
-            PipelineConfig(
-                pp_schedule="gpipe",
-                pp_microbatch_size=2,
-                pp_batch_size=4,
-                layers_per_stage=3,
-                round_virtual_stages_to_pp_multiple="up",
-                patch_inner_model=False,
-                patch_causal_lm_model=False,
-                patch_stage_backward_maybe_with_nosync=True,
-                dtype="bfloat16",
-                pp_seq_len=64,
-            ),
-        ),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_configs_take_their_options_by_position_in_the_references_order(by_position: Any, by_name: Any) -> None:
-    assert by_position == by_name
+POSITIONS: dict[Any, str] = {
+    FSDP2Config: "sequence_parallel tp_plan patch_is_packed_sequence mp_policy offload_policy autocast_dtype "
+    "activation_checkpointing defer_fsdp_grad_sync backend enable_async_tensor_parallel enable_compile "
+    "enable_fsdp2_prefetch fsdp2_backward_prefetch_depth fsdp2_forward_prefetch_depth",
+    MegatronFSDPConfig: "sequence_parallel tp_plan megatron_fsdp_unit_modules zero_dp_strategy "
+    "init_fsdp_with_meta_device grad_reduce_in_fp32 preserve_fp32_weights overlap_grad_reduce overlap_param_gather "
+    "check_for_nan_in_grad average_in_collective disable_bucketing calculate_per_token_loss",
+    DDPConfig: "activation_checkpointing backend",
+    DistributedDataParallelConfig: "grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather "
+    "use_distributed_optimizer num_distributed_optimizer_instances check_for_nan_in_grad check_for_large_grads "
+    "bucket_size pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation average_in_collective",
+    PipelineConfig: "pp_schedule pp_schedule_csv pp_microbatch_size pp_batch_size layers_per_stage "
+    "round_virtual_stages_to_pp_multiple module_fqns_per_model_part patch_inner_model patch_causal_lm_model "
+    "patch_stage_backward_maybe_with_nosync dtype scale_grads_in_schedule loss_fn pp_seq_len",
+}
+
+
+@pytest.mark.parametrize("cls", POSITIONS, ids=lambda cls: cls.__name__)
+def test_configs_take_their_options_by_position_in_the_references_order(cls: Any) -> None:
+    names = POSITIONS[cls].split()
+    values = cls().to_dict()
+    assert [*cls.positional[: len(names)]] == names
+    assert cls(*(values[name] for name in names)) == cls()
+    assert FSDP2Config(True, None, True) == FSDP2Config(sequence_parallel=True, patch_is_packed_sequence=True)
     with pytest.raises(TypeError, match="several values for"):
-        type(by_position)(True, **by_name.to_dict())
+        cls(values[names[0]], **values)
     with pytest.raises(TypeError, match=r"takes \d+ arguments by position: .*; 50 were given"):
-        type(by_position)(*[None] * 50)
+        cls(*[None] * 50)
 
 
 def test_fields_that_the_reference_lacks_are_not_taken_by_position() -> None:
@@ -381,14 +317,3 @@ def test_managers_take_a_mapping_for_their_config_and_refuse_what_is_none(given:
 def test_what_cannot_train_a_stage_is_refused_before_ranks_start(strategy: str, config: dict[str, Any]) -> None:
     with pytest.raises(StrategyError, match="cannot train one stage of a pipeline, but pp_size=2"):
         mw.resolve(strategy, MeshSizes(pp_size=2), 2, config=config)
-
-
-def test_ddp_says_that_it_does_not_divide_experts() -> None:
-    with pytest.raises(MeshError, match="ddp does not divide experts: every rank holds all of them") as caught:
-        mw.resolve("ddp", MeshSizes(ep_size=2), 2)
-    assert "Installed strategies that shard ep: fsdp2" in str(caught.value)
-
-
-def test_what_is_no_mesh_is_refused() -> None:
-    with pytest.raises(MeshError, match="not a str"):
-        FSDP2Manager(FSDP2Config(), "dp")  # type: ignore[arg-type]

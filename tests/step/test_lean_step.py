@@ -45,7 +45,7 @@ STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int], Case, dict[str, Any
 }
 FORWARDS = {"pp2 fsdp2": 6, "pp2 fsdp2 interleaved": 12}
 """Of a rank, where a pipeline cuts its microbatches."""
-HOST = ("testing/case.py", "step/batch.py", "step/agreement.py", "mesh/world.py", "optim/optimizer.py")
+HOST = ("testing/case.py", "step/agreement.py", "mesh/world.py", "optim/optimizer.py")
 """Reads of what is in host memory: batches, messages of the control plane, and an optimizer's counters of steps."""
 LAYERS = 4
 """Of the mixture of experts."""
@@ -82,7 +82,7 @@ def _step(
 
 def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
     """Of values on the device: one at the end, and what is said of each in docs/performance.md."""
-    expected = {"manager/ending.py": 1}
+    expected = {"manager/gradients.py": 1}
     if "ep2" in stack:
         # How many rows each rank sends and receives, and nothing again in recomputation. The experts themselves are
         # eager here, as float64 on a CPU asks for, with a loop over those that are chosen.

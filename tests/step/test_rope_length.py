@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.managers import manager_of
 from support.tiers import mostly_slow
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from meshwright import Mesh, MeshSizes, OptimizerConfig, open_world, optimizer_factory, resolve
+from meshwright import OptimizerConfig
 from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.step.agreement import count_tokens
 from meshwright.testing.models import tiny_model
@@ -67,11 +68,7 @@ def batch_of(given: list[dict[str, Tensor]], *, packed: bool) -> Batch:
 
 def trained(rope: str, strategy: str, sizes: dict[str, int], microbatches: int, packed: bool) -> list[float]:
     """Losses, norms and evaluation losses of three steps."""
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size)
-    manager = stack.build(Mesh(degrees, world))
-    manager.parallelize(model_of(rope))
-    manager.build_optimizer(optimizer_factory(OptimizerConfig(name="SGD", lr=0.1)))
+    manager = manager_of(model_of(rope), strategy, sizes=sizes, optimizer=OptimizerConfig(name="SGD", lr=0.1))
     found = []
     for step in range(3):
         each = rows(step)
@@ -123,10 +120,7 @@ def test_rows_of_one_length_have_the_loss_of_transformers_after_longer_ones_too(
 
 
 def first_loss(rope: str) -> float:
-    world = open_world("cpu")
-    stack, degrees = resolve("single", MeshSizes(), 1)
-    manager = stack.build(Mesh(degrees, world))
-    manager.parallelize(model_of(rope))
+    manager = manager_of(model_of(rope))
     longer = torch.ones(1, 30, dtype=torch.int64)
     before = [{"input_ids": longer, "labels": longer}]
     manager.eval_loss(before, num_tokens=count_tokens(before, manager.mesh))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.managers import manager_of
+from support.objective_layouts import LAYOUTS as OBJECTIVES
+from support.objective_layouts import Layout, all_columns_of, packed, shipped, trained_by
 from support.tiers import mostly_slow
 from torch import nn
 
-from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
+from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, resolve
 from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.testing import Case, pool
-from meshwright.testing.case import Outcome, share
+from meshwright.testing.case import TOLERANCE, Outcome, share
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import difference, full_weights
 
@@ -22,10 +26,10 @@ CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16)
 COEFFICIENT = 0.3
 
 
-def _model(case: Case) -> nn.Module:
+def _model(case: Case, coefficient: float = COEFFICIENT) -> nn.Module:
     model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     model.config.output_router_logits = True
-    model.config.router_aux_loss_coef = model.router_aux_loss_coef = COEFFICIENT
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = coefficient
     return model
 
 
@@ -47,17 +51,7 @@ def _train(
     wrapper: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Train; `single` sees the microbatches of so many ranks as one."""
-    world = open_world("cpu")
-    stack, degrees = resolve(
-        strategy,
-        MeshSizes(**sizes),
-        world.size,
-        config=config,
-        wrapper_config={"pipeline": wrapper} if wrapper else None,
-    )
-    manager = stack.build(Mesh(degrees, world))
-    manager.parallelize(_model(case))
-    manager.build_optimizer(optimizer_factory(case.optimizer))
+    manager = manager_of(_model(case), strategy, config, sizes, wrapper=wrapper, optimizer=case.optimizer)
     losses, norms, eval_losses = [], [], []
     for step in range(case.steps):
         if shares is None:
@@ -214,3 +208,52 @@ def _refused(kind: str) -> str:
 def test_what_cannot_be_added_is_refused_on_all_ranks(kind: str, text: str) -> None:
     found = pool(2).run(_refused, kind)
     assert all(text in each for each in found)
+
+
+# -- beside an objective
+
+
+def _columns(case: Case, step: int, data_rank: int, data_ranks: int, *, shares: int | None) -> list[Batch]:
+    """Packed microbatches with all columns; statistics are of all ranks, so `single` sees those of `shares` as one."""
+    ranks = range(data_rank, data_rank + 1) if shares is None else range(shares)
+    each = [share(case, step, rank, data_ranks if shares is None else shares) for rank in ranks]
+    found = []
+    for parts in zip(*each, strict=True):
+        batch = packed({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        found.append({**batch, **all_columns_of(batch)})
+    return found
+
+
+def _objective(layout: Layout, case: Case, shares: int | None, coefficient: float = COEFFICIENT) -> Outcome:
+    how = layout.strategy, layout.config, layout.sizes
+    manager = manager_of(_model(case, coefficient), *how, wrapper=layout.wrapper, optimizer=case.optimizer)
+    return trained_by(manager, case, shipped("everything"), functools.partial(_columns, shares=shares))
+
+
+PACKED = replace(CASE, microbatches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "cp", "ep", "pp-interleaved", "pp-cp", "tp"])
+def test_the_router_loss_is_added_to_an_objective(name: str) -> None:
+    layout, shares = OBJECTIVES[name], OBJECTIVES[name].data_ranks
+    if "pp_size" in layout.sizes:
+        # The microbatches of which the statistics are, are the pipeline's.
+        layout = replace(layout, wrapper={**layout.wrapper, "pp_microbatch_size": 8 // shares})
+    expected = pool(1).run(_objective, OBJECTIVES["single"], PACKED, shares)[0]
+    found = pool(layout.ranks).run(_objective, layout, PACKED, None)
+    assert difference(found, expected).worst <= TOLERANCE
+
+
+def test_beside_an_objective_it_is_the_mean_of_what_the_models_own_forward_adds() -> None:
+    case = replace(PACKED, steps=1)
+    with_it, without = (
+        pool(1).run(_objective, OBJECTIVES["single"], case, 1, coefficient)[0].losses
+        for coefficient in (COEFFICIENT, 0.0)
+    )
+    inputs = ("input_ids", "position_ids")
+    batches = [{name: each[name] for name in inputs} for each in _columns(case, 0, 0, 1, shares=1)]
+    own = [_model(case)(**batch, use_cache=False).aux_loss.item() for batch in batches]
+    assert with_it[0] - without[0] == pytest.approx(COEFFICIENT * sum(own) / 2, abs=1e-12)
+    assert sum(own) > 0.1
+    assert with_it[1:] == without[1:]

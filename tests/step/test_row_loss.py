@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from support.measures import limit_memory, measure_memory
 from support.tensor_only import prepare
 from support.tiers import mostly_slow
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from meshwright import (
-    Mesh,
-    MeshSizes,
-    ModelError,
-    RankError,
-    count_tokens,
-    open_world,
-    optimizer_factory,
-    resolve,
-)
-from meshwright.base.types import Batch
+from meshwright import ModelError, open_world
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor.collectives import chunk_sizes
-from meshwright.step.forward_options import forward_options
-from meshwright.step.row_head import RowHead
-from meshwright.step.token_loss import target_loss_sum
-from meshwright.step.tokens import Tokens
-from meshwright.strategy.registry import model_layout
+from meshwright.step.lm_head import RowHead
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, Outcome, pool
-from meshwright.testing.case import global_batch
+from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import case_vocab
+from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
-from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
-from meshwright.tracing.observe import Observer
-from meshwright.train.run.run_file import OptimizerConfig
 
 CHUNK = 5
 FEW = 8
@@ -104,37 +84,6 @@ def test_every_layout_trains_and_evaluates_by_rows_and_holds_logits_of_no_more(n
     assert difference([outcome for outcome, _ in answers], reference(case)).worst <= 1e-12
     # Whole logits would be 32 rows at least; a stage of a pipeline that has no head sees none. A rank of cp tries half.
     assert max(rows for _, rows in answers) == (CHUNK if "cp_size" in sizes else FEW)
-
-
-def _in_limit(config: Mapping[str, Any]) -> list[float]:
-    """The losses of ten steps of 256 positions on this rank, whose whole logits are of 128 MiB, with 256 MiB more."""
-    vocabulary, world = 2**17, open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    torch.manual_seed(0)
-    manager.parallelize(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=vocabulary, **small)))
-    manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
-    batch = {name: torch.arange(0, vocabulary, vocabulary // 256)[None] for name in ("input_ids", "labels")}
-    losses = []
-    with limit_memory(256 * 2**20):
-        for _ in range(10):
-            tokens = count_tokens([batch], manager.mesh)
-            losses.append(float(manager.forward_backward([batch], num_tokens=tokens)))
-            manager.optimizer_step()
-    return losses
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
-def test_a_large_vocabulary_trains_within_a_limit_of_memory_in_which_whole_logits_do_not() -> None:
-    # What other tests have left behind in a process is not to be had again, or only in pieces.
-    pool(2).close()
-    for losses in pool(2).run(_in_limit, {"loss_chunk_rows": 64}):
-        assert len(losses) == 10
-        assert losses[-1] < losses[0] - 1.0
-    with pytest.raises(RankError, match="allocate memory"):
-        pool(2).run(_in_limit, {"loss_chunk_rows": 0})
 
 
 # -- what a model does behind its head
@@ -227,25 +176,6 @@ def test_what_is_done_to_logits_is_done_to_rows_or_told(name: str) -> None:
     assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
 
 
-WHOLE = {"prophetnet", "inkling2_text"}
-"""Types of transformers that look at their logits before they return them."""
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("model_type", zoo_types())
-def test_nearly_all_models_of_transformers_give_their_logits_by_rows(model_type: str) -> None:
-    if zoo_reason(model_type) is not None:
-        pytest.skip("does not train as a causal LM")
-    model = zoo_model(model_type, seed=0, dtype=torch.float64, tied=None).eval()
-    ids_BS, options = torch.arange(16)[None] % 7 % zoo_vocab(model_type), forward_options(model, in_parts=True)
-    loss = RowLoss(RowHead(model, model_layout(model).head or ""), CHUNK, is_divided=False, model=model_type)
-    with open_world("cpu") as world, pytest.warns() if model_type in WHOLE else nullcontext():
-        loss.choose(lambda: model(input_ids=ids_BS, **options), world)
-        answer, _ = loss.share(lambda: model(input_ids=ids_BS, **options), ids_BS, torch.tensor(7), lambda *_: None)
-    whole = target_loss_sum(model(input_ids=ids_BS, **options).logits, ids_BS) / 7
-    torch.testing.assert_close(answer, whole, rtol=1e-6, atol=1e-6, check_dtype=False)
-
-
 def test_a_model_that_changes_its_ways_is_refused() -> None:
     model = _Bag(nn.Linear(4, 11))
     loss, told = _chosen(model)
@@ -275,25 +205,12 @@ def test_logits_are_held_for_a_chunk_where_they_are_large(rows: int, given: int 
     assert held <= peak / (8 * vocabulary) < (2 * held if held == 512 else 4 * held)
 
 
-def _with_one_row_of_positions(chunk: int) -> float:
-    manager = build_manager("single", {"loss_chunk_rows": chunk}, {}, Case())
-    batch = {**global_batch(Case(), 0), "position_ids": torch.arange(16)[None]}
-    return float(manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh)))
-
-
-@pytest.mark.slow
-def test_positions_may_be_one_row_for_all_sequences() -> None:
-    (found,), (whole,) = (pool(1).run(_with_one_row_of_positions, chunk) for chunk in (CHUNK, 0))
-    assert found == pytest.approx(whole, rel=1e-12)
-
-
 # -- dtypes
 
 
-def _rounded(config: Mapping[str, Any], chunk: int, dtype: str, asks: bool) -> Outcome:
+def _rounded(config: Mapping[str, Any], chunk: int, dtype: str) -> Outcome:
     case = Case(dtype=dtype, microbatches=2, max_norm=None, ragged=False)
-    train = _train_on_statistics if asks else train_case
-    return train("fsdp2", {**config, "loss_chunk_rows": chunk}, {}, case)
+    return train_case("fsdp2", {**config, "loss_chunk_rows": chunk}, {}, case)
 
 
 @pytest.mark.slow
@@ -307,92 +224,6 @@ def _rounded(config: Mapping[str, Any], chunk: int, dtype: str, asks: bool) -> O
     ],
 )
 def test_loss_and_gradients_pass_by_the_dtype_of_a_models_outputs(config: dict[str, Any], tolerance: float) -> None:
-    for asks in (False, True):
-        (whole,), (found,) = (pool(1).run(_rounded, config, chunk, "float32", asks) for chunk in (0, CHUNK))
-        assert found.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
-        # The gradient of what is asked for at once is rounded once.
-        limit = max(tolerance, 1e-4) if asks else tolerance
-        assert found.norms[0] == pytest.approx(whole.norms[0], rel=limit)
-
-
-# -- statistics
-
-
-_NAMES = ("log_probs", "logsumexp", "entropy", "mean_logit", "is_top1")
-
-
-def _sum_of_all(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    sums = {name: getattr(tokens, name).sum() for name in _NAMES}
-    return sum((sums[name] * (index + 1) for index, name in enumerate(_NAMES)), torch.zeros(())), sums
-
-
-def _statistics(config: Mapping[str, Any], sizes: Mapping[str, Any], train: bool) -> tuple[dict[str, Tensor], float]:
-    """Of the tokens of one microbatch; and the norm of the gradients of a sum of them."""
-    manager = build_manager("fsdp2", config, sizes, Case())
-    batch = global_batch(Case(), 0)
-    if not train:
-        return manager.token_stats([batch], _NAMES)[0], 0.0
-    manager.forward_backward([batch], num_tokens=torch.tensor(100), objective=_sum_of_all)
-    return dict(manager.last_sums), float(manager.clip_grad_norm(None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}])
-def test_statistics_of_tokens_are_those_of_whole_logits(sizes: dict[str, int]) -> None:
-    for train in (False, True):
-        expected, norm = pool(1).run(_statistics, {"loss_chunk_rows": 0}, {}, train)[0]
-        assert train or expected["is_top1"].dtype == torch.bool
-        for found, own_norm in pool(2 if sizes else 1).run(_statistics, {"loss_chunk_rows": CHUNK}, sizes, train):
-            for name, each in expected.items():
-                assert found[name].shape == (() if train else (12, 16))
-                torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-11)
-            assert own_norm == pytest.approx(norm, rel=1e-11)
-
-
-def _share_of_statistics(
-    self: RowLoss, run: Any, targets_BS: Tensor, num_tokens: Tensor, check: Any
-) -> tuple[Tensor, Any]:
-    """In the place of the token loss: a sum over tokens that asks several times, for a label and ids beside it."""
-    positions_BS = torch.where(targets_BS >= 0, targets_BS, 0)
-    beside_BSK = torch.where(targets_BS >= 0, (positions_BS + 1) % 7, -100)[..., None].repeat(1, 1, 2)
-
-    def consume(ask: Callable[[Tensor, Any], dict[str, Tensor]]) -> Tensor:
-        own = ask(targets_BS[..., None], ["log_probs", "is_top1"])
-        probability_BS = own["log_probs"][..., 0].exp()
-        # A guess that is right already counts twice.
-        found_BS = probability_BS * (1 + own["is_top1"].to(probability_BS.dtype))
-        found_BS = found_BS + ask(beside_BSK, ["log_probs"])["log_probs"].exp().sum(-1)
-        more = ask(beside_BSK[..., :0], ["entropy", "logsumexp"])
-        return (found_BS + 0.1 * more["entropy"] + 0.01 * more["logsumexp"] ** 2).sum() / num_tokens
-
-    return self.of_tokens(run, targets_BS, consume, check)
-
-
-def _train_on_statistics(
-    strategy: str,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
-    case: Case,
-    wrapper: Mapping[str, Any] | None = None,
-) -> Outcome:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowLoss, "share", _share_of_statistics)
-        return train_case(strategy, config, sizes, case, wrapper_config=wrapper)
-
-
-ASKING: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    **{name: LAYOUTS[name][:4] for name in ("ddp-zero1", "fsdp2", "megatron_fsdp", "tp-plain-sequence-parallel", "cp")},
-    "pp-1f1b": ("fsdp2", {}, {"pp_size": 2}, {}),
-    "pp-zbv": LAYOUTS["pp-zbv"][:4],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ASKING)
-def test_several_asks_in_one_forward_train_as_whole_logits_do(name: str) -> None:
-    strategy, config, sizes, wrapper = ASKING[name]
-    case = Case(tied=name in ("fsdp2", "pp-zbv"), microbatches=2, empty=3, eval_after=True, layers=4)
-    whole = pool(1).run(_train_on_statistics, "single", {"loss_chunk_rows": 0}, {}, case.undivided(), None)[0]
-    task = (strategy, {**config, "loss_chunk_rows": CHUNK}, sizes, case, {"pipeline": wrapper} if wrapper else None)
-    answers = pool(2).run(_train_on_statistics, *task)
-    assert difference(answers, whole).worst <= 1e-12
+    (whole,), (found,) = (pool(1).run(_rounded, config, chunk, "float32") for chunk in (0, CHUNK))
+    assert found.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
+    assert found.norms[0] == pytest.approx(whole.norms[0], rel=tolerance)

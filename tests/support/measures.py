@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from meshwright.mesh.gloo_threads import settle
+from meshwright.mesh.world import settle
 from meshwright.tensors.ops import tensors_in
 from meshwright.tracing.observe import Meter, Observer, storage_of
 

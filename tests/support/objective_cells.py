@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.objectives import get_objective, list_objectives, previous_tokens
-from meshwright.step.token_loss import targets
-from meshwright.step.tokens import Outputs, Tokens
+from meshwright.step.tokens import Outputs, Tokens, targets
 
 B, S, V, K = 4, 9, 13, 3
 PROMPT = 3

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from meshwright import count_tokens
 from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.objectives import get_objective
-from meshwright.step.token_loss import targets
-from meshwright.step.tokens import Tokens
+from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing.case import Case, Outcome, global_batch
 from meshwright.testing.parity import build_manager, full_weights

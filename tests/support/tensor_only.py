@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from meshwright import StrategySpec, hookimpl
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.parallel.tensor import Division, TensorParallel
+from meshwright.strategy.contract import StrategyConfig
 from meshwright.strategy.registry import get_registry
-from meshwright.strategy.spec import StrategyConfig
 from meshwright.tensors.norms import Groups
 from meshwright.tensors.pieces import Piece
 from meshwright.tensors.state import Parts

@@ -14,7 +14,7 @@ from support.kinds import DIFFERENT_IN_KIND
 from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing.zoo import zoo_config, zoo_data, zoo_model, zoo_reason, zoo_types, zoo_vocab
 from meshwright.testing.zoo.shrink import tiny_config
 

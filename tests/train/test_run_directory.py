@@ -22,8 +22,8 @@ from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST, step_directory
 from meshwright.data import DataOrder, lay_out
 from meshwright.events.step import StepResult
+from meshwright.optim.build import build_scheduler, set_schedule
 from meshwright.optim.groups import decay_groups
-from meshwright.optim.schedules import build_scheduler, set_schedule
 from meshwright.train.run.fate import check_restarts
 from meshwright.train.run.preflight import data_and_model_config
 from meshwright.train.run.report import as_record, read_metrics

@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field
 
 from meshwright.base.errors import ConfigError
 from meshwright.files.parsing import as_yaml, parse_yaml
+from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
-from meshwright.strategy.spec import StrategySpec
 from meshwright.train.run.run_file import RunConfig, as_plain, load_run
 from meshwright.train.run.run_schema import run_schema
 

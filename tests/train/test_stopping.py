@@ -28,7 +28,7 @@ from meshwright.base.stopping import SAME_S
 from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.data.tokenizing import Worker
 from meshwright.events.step import StepResult
-from meshwright.optim.schedules import build_scheduler
+from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry

@@ -26,7 +26,7 @@ from meshwright import (
 )
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.events.step import MEASURED
-from meshwright.optim.schedules import build_scheduler
+from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share

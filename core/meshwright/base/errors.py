@@ -96,3 +96,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest of `known`, or an empty string where none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def said(error: MeshwrightError) -> str:
+    """Return its message, and a line that leads to the section about its class."""
+    # A room's own subclass is documented under the class that it derives from.
+    known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
+    return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"

@@ -1,12 +1,15 @@
-"""Processes of this machine: their identity, their cores, and how one ends with another."""
+"""Processes of this machine: identity, cores, allocator settings, and how one ends with another."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +17,6 @@ _POLL_S = 0.5
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use; at least 1."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -31,18 +33,12 @@ def identity_of(pid: int) -> str:
 
 
 def launcher_pid() -> int:
-    """Return the pid of the process that has started the ranks of this node."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 class Handle:
-    """One process, never a later one with the same pid; held by a pidfd where the system has them.
-
-    Args:
-        pid: of a running process.
-        identity: from `identity_of`, if the pid may have been reused since.
-    """
+    """One process, never a later one with the same pid; held by a pidfd where the system has them."""
 
     def __init__(self, pid: int, identity: str = "") -> None:
         self.pid = pid
@@ -65,7 +61,6 @@ class Handle:
         return not self._has_gone and self._sent(0)
 
     def send(self, number: int) -> None:
-        """Send a signal, if the process still runs."""
         if self._file is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._file, number)
@@ -86,7 +81,6 @@ class Handle:
 
 
 def await_end(pid: int, identity: str) -> None:
-    """Return when the process with this pid and identity has ended."""
     try:
         ended = os.pidfd_open(pid)
     except (OSError, AttributeError):
@@ -114,3 +108,24 @@ def _follow() -> None:
         parent_pid = os.getppid()
         await_end(parent_pid, identity_of(parent_pid))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch reads when CUDA starts; the first wins."""
+_EXPANDABLE = "expandable_segments:True"
+
+
+def prefer_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set `expandable_segments:True` for this process and its children, if nothing is set and torch supports it."""
+    if not _setting(environment) and sys.platform == "linux" and "rocm" not in importlib.metadata.version("torch"):
+        environment[SETTINGS[0]] = _EXPANDABLE
+
+
+def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether runs that are started from this environment have expandable segments."""
+    setting = _setting(environment)
+    return not setting or _EXPANDABLE.lower() in setting.replace(" ", "").lower()
+
+
+def _setting(environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in SETTINGS if environment.get(name)), "")

@@ -1,15 +1,10 @@
 """Signals that ask a run to stop: noted when they come, and obeyed at the end of a step.
 
-[Note: stopping] A scheduler announces by a signal that it will take a machine some time later. A rank notes the signal;
-before the next step all ranks agree to stop (see `meshwright.train.loop.ahead`), save, and leave with `Stopped`. A
-second signal ends a rank at once. One signal may come twice, from the scheduler, which signals all processes, and from a
-launcher, which passes on its own; within SAME_S they count as one.
-
-Python runs signal handlers in the main thread between two instructions, so a rank that waits for a peer inside torch
-would not notice the second. Therefore a thread reads the interpreter's wakeup pipe.
-
-Forked processes share the pipe but not the signals: SIGTERM, by which a child is ended, keeps its former handler there,
-and the others are ignored, since schedulers send them to all processes.
+[Note: stopping] A rank notes the signal; before the next step all ranks agree to stop (`meshwright.train.loop.ahead`),
+save, and leave with `Stopped`. A second signal ends a rank at once. One signal may come twice, from the scheduler and
+from a launcher; within SAME_S they count as one. Python runs handlers in the main thread between two instructions, so
+a rank that waits inside torch would not notice the second: a thread reads the interpreter's wakeup pipe. Forked
+processes share the pipe but not the signals: SIGTERM, which ends a child, keeps its handler; others are ignored.
 """
 
 from __future__ import annotations
@@ -39,13 +34,7 @@ _END = b"\0"
 class Stopped(SystemExit):
     """A signal has ended the training after a step; a SystemExit with the exit code that was asked for.
 
-    Args:
-        number: of the signal.
-        exit_code: of the process.
-
     Attributes:
-        signal: its name.
-        step: steps done.
         saved: whether the state after this step is in a checkpoint.
         too_late: whether no save was started because it would not have finished in time.
     """
@@ -56,23 +45,17 @@ class Stopped(SystemExit):
 
 
 def noted_text(number: int) -> str:
-    """Return the message about a signal that was noted."""
     return f"{signal.Signals(number).name}: this run stops after its step; a second signal ends it at once"
 
 
 class StopSignals:
     """Context in which the first of some signals is noted, and does nothing else; see [Note: stopping].
 
-    Only the main thread of a process can note signals; a context in another thread notes none.
+    A context in another thread than the main one notes none.
 
     Args:
-        names: such as SIGTERM.
-        exit_code: of `Stopped`.
         grace_s: seconds from the first signal until the process is ended; None: unknown.
         tell: called with a message when a signal is noted; in a thread.
-
-    Raises:
-        ConfigError: a name is none of `StopName`.
     """
 
     def __init__(
@@ -141,7 +124,6 @@ class StopSignals:
         self._thread = None
 
     def _leave_to_parent(self) -> None:
-        """In a process that was forked from this one; see [Note: stopping]."""
         if self._thread is not None:
             self._thread = None
             signal.set_wakeup_fd(-1)

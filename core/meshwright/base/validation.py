@@ -47,9 +47,7 @@ else:
 
 
 class FrozenModel(_ByPosition):
-    """A frozen pydantic model that refuses unknown fields and values of another type; neither `true` nor "1" is a
-    number. See [Note: equal configs]. `positional` names the fields that the constructor takes by position, in order.
-    """
+    """A frozen model that refuses unknown fields and values of another type; `positional` fields go by position."""
 
     positional: ClassVar[tuple[str, ...]] = ()
 
@@ -113,14 +111,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str) -> ModelT:
-    """Build `model_cls`, any pydantic model, from a mapping.
-
-    Args:
-        where: names the source in errors, for instance "run.yaml" or "strategy_config of 'fsdp2'".
-
-    Raises:
-        ConfigError: one line for each finding, with the nearest known key if a key is unknown.
-    """
+    """Build `model_cls` from a mapping; ConfigError with a line for each finding. `where` names the source."""
     try:
         return model_cls.model_validate(dict(values))
     except ValidationError as error:
@@ -137,13 +128,7 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
 
 
 def as_config(config_cls: type[ModelT], given: Any, *, where: str) -> ModelT:
-    """Return a config as an object of its class; ConfigError if it is none, or an option is not valid.
-
-    Args:
-        given: an object of the class, or of another class whose values it takes; a mapping of options; None: the
-            defaults.
-        where: names it in errors.
-    """
+    """Return a config, or a mapping of its options, as an object of its class; ConfigError if it is none."""
     if given is None or isinstance(given, Mapping):
         return validated(config_cls, given or {}, where=where)
     if isinstance(given, BaseModel):
@@ -158,7 +143,6 @@ def as_config(config_cls: type[ModelT], given: Any, *, where: str) -> ModelT:
 
 
 def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name arguments by position; a TypeError as Python has it for functions."""
     names = cls.positional
     if len(arguments) > len(names):
         listed = f": {', '.join(names)}" if names else ""
@@ -173,8 +157,8 @@ def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[s
 def as_data(value: Any) -> Any:
     """Return a value of a config as a file would hold it; unchanged if a file cannot.
 
-    A dtype by its name, a class or function by its import path, and a dataclass as the mapping of its fields, whose
-    `_target_` is its class; without fields that are None, of which another version of the class may have others.
+    A dtype by its name, a class or function by its import path, a dataclass as the mapping of its fields that are not
+    None, with its class as `_target_`.
     """
     if isinstance(value, Mapping):
         return {key: as_data(each) for key, each in value.items()}
@@ -217,7 +201,6 @@ def _is_of_another_kind(finding: Any, found: Sequence[Any]) -> bool:
 
 
 def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
-    """Return the key that a finding of pydantic is about, and what is wrong with it."""
     keys, holder = _follow(model_cls, finding["loc"])
     path = ".".join(keys) or "as a whole"
     if finding["type"] == "extra_forbidden":
@@ -231,8 +214,7 @@ def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
 
 
 def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the user's keys in pydantic's location, which also names alternatives of unions, and the model of the last
-    key; None if that belongs to a plain mapping or list."""
+    """Return the user's keys in pydantic's location, and the model of the last key; None for a mapping or list."""
     keys: list[str] = []
     holder: type[BaseModel] | None = model_cls
     inside: list[type[BaseModel]] = [model_cls]
@@ -260,7 +242,6 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
 
 
 def _fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a model, by the keys that the user writes."""
     return {field.alias or name: field for name, field in model_cls.model_fields.items()}
 
 

@@ -7,8 +7,8 @@ from textwrap import indent, wrap
 
 from ..files.terminal import say
 from ..mesh.sizes import CLAIMABLE_AXES
+from ..strategy.contract import StrategySpec
 from ..strategy.registry import Registry, get_registry
-from ..strategy.spec import StrategySpec
 
 
 def schema() -> None:

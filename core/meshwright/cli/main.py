@@ -17,8 +17,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from ..base.allocator import prefer_expandable_segments
 from ..base.errors import ConfigError
+from ..base.processes import prefer_expandable_segments
 from ..base.safe_path import protect_children
 from ..base.version import __version__
 from ..files.commands import told

@@ -4,7 +4,7 @@ There are three kinds: a stream that is cut anywhere, documents that share a row
 rows of their own, with padding behind them.
 
 [Note: kept apart] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
-[Note: packed documents] in `step.batch`. The first token of a document is predicted from nothing and is not learnt.
+[Note: packed documents] in `step.agreement`. The first token of a document is predicted from nothing and is not learnt.
 What is left of a row is padding, which counts as one more document: its positions restart, and its labels are masked.
 
 [Note: padding without a mask] A causal model sees nothing behind a token, so padding behind a document, with masked

@@ -36,7 +36,7 @@ _BUILT_IN = (
 )
 # The pipeline's own loss, as its config is written to JSON, and the reference's plan under each of its names.
 _BUILT_IN_FUNCTIONS = (
-    "meshwright.step.token_loss.target_loss_sum",
+    "meshwright.step.tokens.target_loss_sum",
     "meshwright_fsdp2.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.plan.get_hf_tp_shard_plan",

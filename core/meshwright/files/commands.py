@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..base.error_text import said
-from ..base.errors import ConfigError, MeshwrightError
+from ..base.errors import ConfigError, MeshwrightError, said
 from .terminal import new_console, say
 
 Assignments = Annotated[

@@ -7,8 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from ..base.allocator import prefer_expandable_segments
 from ..base.errors import MeshError
+from ..base.processes import prefer_expandable_segments
 from ..mesh.world import World, existing_world, start_world
 from .environment import started_by_launcher
 from .join import join, local_rank

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..base.error_text import said
-from ..base.errors import MeshwrightError, RankError
+from ..base.errors import MeshwrightError, RankError, said
 from ..base.processes import end_with_launcher
 from ..base.stopping import Stopped
 from ..files.terminal import escape_messages, say

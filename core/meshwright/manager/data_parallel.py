@@ -1,7 +1,7 @@
 """The base of strategies in which each rank runs the whole model on its own microbatches.
 
-A strategy subclasses `DataParallelManager` and replaces hooks: `shard` says how the model is laid out, `sync_gradients`
-how the reduction waits for the last microbatch. `single` is the smallest one. One thing, since it is one class.
+A strategy replaces hooks: `shard` lays out the model, `sync_gradients` defers the reduction. One thing, since it is one
+class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
 from ..model.layout import ModelLayout
-from ..model.merge import merging_of
 from ..model.ties import note_ties
 from ..model.weights import Weights, fill, materialize
 from ..optim.groups import Trained, for_model, what_is_trained
@@ -35,11 +34,8 @@ from ..tensors.averages import Averages
 from ..tensors.norms import check_clip
 from ..tensors.pieces import Sharded
 from ..tensors.state import DTENSORS, OptimizerState, Parts, ShardedState, TensorKind
-from .ending import Findings
 from .forward import Forward
-from .freezing import TrainableParameters
-from .gradients import Gradients
-from .runner import StepRunner
+from .gradients import Findings, Gradients
 from .start import (
     check_new,
     check_reduce_dtype,
@@ -50,6 +46,7 @@ from .start import (
     share_random_state,
     take,
 )
+from .steps import StepRunner, TrainableParameters
 
 if TYPE_CHECKING:
     from ..model.budget import BudgetedBlocks
@@ -104,8 +101,7 @@ class DataParallelManager(StrategyManager):
         """Lay `model` out over the mesh, gradients reduced by SUM, and return the module to call."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model before anything is changed, with the same ModelError on all ranks; a pipeline calls it once
-        for the model of all stages."""
+        """Refuse a model, before anything is changed, with the same ModelError on all ranks; once for all stages."""
 
     @property
     def parameters_on(self) -> torch.device:
@@ -138,8 +134,7 @@ class DataParallelManager(StrategyManager):
         """Called after each microbatch's backward, and after each part of one that a pipeline runs by itself."""
 
     def check_gradients(self) -> Findings | None:
-        """Called after the last microbatch, when gradients are reduced; return what this rank has found, if it can find
-        anything."""
+        """Called when the gradients of a step are reduced; return what this rank has found, if anything."""
         return None
 
     def after_eval(self) -> None:
@@ -151,7 +146,6 @@ class DataParallelManager(StrategyManager):
         return getattr(self.config, "reduce_dtype", None)
 
     def make_gradients(self) -> Gradients:
-        """Return the gradients that are clipped."""
         # Sums that do not depend on the layout need a clip factor that does not, either.
         return Gradients(self.trainable, self.parts, self.mesh, wide=self.sums_dtype is not None)
 
@@ -164,8 +158,7 @@ class DataParallelManager(StrategyManager):
 
     @property
     def reduces_later(self) -> bool:
-        """Whether the last backward would wait for its reduction, and may run like the others, with `reduce_gradients`
-        called once its result is on its way to the stage before."""
+        """Whether `reduce_gradients` may follow the last backward, which then runs like the others."""
         return False
 
     def reduce_gradients(self) -> None:
@@ -183,8 +176,9 @@ class DataParallelManager(StrategyManager):
 
     def optimizer_state(self, *, full: bool) -> dict[str, Any]:
         """Return the optimizer's part of `state_dict`."""
-        names = self.parameter_names
-        return states.optimizer_state(self.optimizer, names, self.mesh.world, full=full, parts=self.parts)
+        return states.optimizer_state(
+            self.optimizer, self.parameter_names, self.mesh.world, full=full, parts=self.parts
+        )
 
     def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
         """Load the optimizer's part of `state_dict`."""
@@ -208,6 +202,8 @@ class DataParallelManager(StrategyManager):
         check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
+            from ..model.merge import merging_of
+
             self.merging = merging_of(model)
         check_reduce_dtype(model, self.sums_dtype)
         self.layout = model_layout(model)
@@ -231,11 +227,7 @@ class DataParallelManager(StrategyManager):
         return self.module
 
     def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        """Parallelize a model that is one stage of a pipeline.
-
-        The pipeline then calls the other methods by itself: many forwards may come before their backwards,
-        `sync_gradients` surrounds backwards alone, and the stage may have no trainable parameter.
-        """
+        """Parallelize one stage of a pipeline, which calls the other methods by itself; the stage may train nothing."""
         self.in_pipeline = True
         return self.parallelize(model, weights)
 
@@ -264,12 +256,12 @@ class DataParallelManager(StrategyManager):
     def _require_model(self) -> None:
         require_model(self.model if self._parallelized else None)
 
-    # -- steps
-
     @property
     def _running(self) -> StepRunner:
         self._require_model()
         return self._runner
+
+    # -- steps
 
     def forward_backward(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
@@ -301,20 +293,12 @@ class DataParallelManager(StrategyManager):
             yield
 
     def check_step(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse a step that this rank cannot run; no collective. See `check_batches`.
-
-        Raises:
-            StrategyError: see `TrainableParameters.check_unfrozen`.
-        """
+        """Refuse a step that this rank cannot run, with a BatchError or StrategyError; no collective."""
         self.may_train.check_unfrozen()
         self.check_batches(microbatches)
 
     def finish_gradients(self) -> Findings:
-        """Complete the gradients after the last backward of a step. Collective.
-
-        Raises:
-            StrategyError: the gradients of the first step are wrong; on all ranks.
-        """
+        """Complete the gradients after the last backward of a step. Collective; StrategyError on all ranks."""
         for axis in self.axes:
             axis.add_gradients(self.trainable())
         filled = self.gradients.take_findings()
@@ -323,11 +307,7 @@ class DataParallelManager(StrategyManager):
         return findings
 
     def check_axes(self) -> None:
-        """Check, in the first step, that the reduced gradients fit how axes divide the model. Collective, once.
-
-        Raises:
-            StrategyError: on all ranks.
-        """
+        """Check once that reduced gradients fit how axes divide the model. Collective; StrategyError on all ranks."""
         if self.axes and not self._gradients_are_checked:
             self._gradients_are_checked = True
             defects = [axis.gradient_defect(self.parts) for axis in self.axes]
@@ -347,12 +327,7 @@ class DataParallelManager(StrategyManager):
     # -- the optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Make the optimizer and check that it steps what it gets as it would step whole parameters. Collective.
-
-        Raises:
-            StrategyError: it does not; on all ranks.
-            ConfigError: the factory of a run file refuses its config; on all ranks.
-        """
+        """Make the optimizer, and check that it steps what it gets as it would step whole parameters. Collective."""
         self._require_model()
         named, trained = self.named_trainable(), self.what_is_trained()
         self.parameter_names = {parameter: name for name, parameter in named}
@@ -374,7 +349,6 @@ class DataParallelManager(StrategyManager):
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether `build_optimizer` has been called."""
         return self._optimizer is not None
 
     def drop_frozen(self) -> None:
@@ -393,11 +367,7 @@ class DataParallelManager(StrategyManager):
         self.optimizer.zero_grad(set_to_none=True)
 
     def keep_averages(self) -> Sequence[Averages]:
-        """Begin moving averages of the weights; see `meshwright.train.loop.ema.Averaging`.
-
-        Raises:
-            StrategyError: there is no optimizer, or there are averages already.
-        """
+        """Begin moving averages of the weights; see `meshwright.train.loop.ema.Averaging`."""
         require_optimizer(self._optimizer)
         if self.averages is not None:
             raise StrategyError("this manager keeps an average of its weights already. Use that one.")

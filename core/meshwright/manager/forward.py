@@ -1,7 +1,5 @@
 """The forward of a microbatch: division by the axes, the call of the model, and its share of the loss.
 
-No backward and no sharding; axes are known only as `meshwright.step.axis.Axis`.
-
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
 """
 
@@ -20,16 +18,13 @@ from torch import Tensor, nn
 from ..base.errors import MeshwrightError, ModelError
 from ..base.types import Batch, TokenStatistic
 from ..mesh.mesh import Mesh
+from ..step.agreement import Terms
 from ..step.axis import Axis, Trial
-from ..step.batch import Terms
-from ..step.forward_options import forward_options, forward_takes, with_router_logits
-from ..step.objective import Given, Tally, split_whole
-from ..step.objective_trial import check_head, tried
-from ..step.rope_length import RopeLength
+from ..step.forward_options import RopeLength, forward_options, forward_takes, with_router_logits
+from ..step.lm_head import RowHead
+from ..step.objective import Given, Tally, check_head, split_whole, tried
 from ..step.router_loss import Notes, RouterLoss, find_routers
-from ..step.row_head import RowHead
-from ..step.token_loss import split_targets, targets
-from ..step.tokens import Ask, Outputs, Tokens
+from ..step.tokens import Ask, Outputs, Tokens, split_targets, targets
 from .row_loss import RowLoss, Run
 from .start import asks_for_router_loss
 
@@ -40,17 +35,9 @@ Complete = Callable[[Batch], Batch]
 
 
 class Forward:
-    """Calls one model with microbatches. One thing, since each method is a part of the same forward.
+    """Calls one model with microbatches; made before sharding, since its hooks must be the innermost.
 
-    Made before sharding, since its hooks must be the innermost of those that are put around the model; `attach` says
-    what is called. `taken` holds the names of the model's forward arguments.
-
-    Args:
-        head: name of the module that makes the logits; None: unknown.
-        axes: the manager's list, in the order in which they divide a microbatch; filled before `attach`.
-        chunk_rows: the option `loss_chunk_rows`.
-        in_pipeline: the model is a stage; the pipeline adds the router loss.
-        after_trial: called after forwards that no backward follows.
+    One thing, since each method is a part of the same forward. `taken` holds the names of the forward's arguments.
     """
 
     def __init__(
@@ -101,7 +88,6 @@ class Forward:
         return math.prod(axis.sharers for axis in self._axes)
 
     def terms(self, check: Callable[[Sequence[Batch]], None], objective: Given | None, frozen: int) -> Terms:
-        """Return what a step requires of its microbatches; see `Terms`."""
         return Terms(self._vocab_size, self.sequence_multiple, check, objective=objective, frozen=frozen)
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
@@ -117,19 +103,16 @@ class Forward:
         return part if objective is None else {**part, **objective.whole(batch)}
 
     def own_mask(self, batch: Batch) -> Tensor | None:
-        """Return the attention mask of this rank's positions of a microbatch, if it has one."""
         mask = batch.get("attention_mask")
         return None if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
-        """Copy a microbatch to this rank's device."""
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     # -- forwards
 
     @contextmanager
     def around_step(self, longest: int) -> Iterator[None]:
-        """Context of all forwards and backwards of a step whose longest row has `longest` tokens."""
         with ExitStack() as contexts:
             for each in (self._rope_length.within_step(longest), *(axis.around_step() for axis in self._axes)):
                 contexts.enter_context(each)
@@ -155,7 +138,6 @@ class Forward:
             return self._module(**given, **{**self._options, **options})
 
     def loss(self, batch: Batch, num_tokens: Tensor, microbatches: int, tally: Tally | None) -> Tensor:
-        """Divide a microbatch and return its share of the loss; see `share_of_loss`."""
         self._mesh.world.progress.move()
         divided = self.divide(batch, None if tally is None else tally.given)
         return self.share_of_loss(divided, num_tokens, microbatches=microbatches, tally=tally)
@@ -163,12 +145,7 @@ class Forward:
     def share_of_loss(
         self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1, tally: Tally | None = None
     ) -> Tensor:
-        """Run the forward of one microbatch from `divide`; return its share of the loss of the step, scalar, with a
-        gradient.
-
-        The share of the router loss is included if the model's configuration asks for one; `microbatches` of the step
-        serve that alone. `tally` is that of an objective in place of the token loss.
-        """
+        """Run the forward of a divided microbatch; return its share of the step's loss, router loss included."""
         part, whole = split_whole(self.on_device(batch))
         inputs, targets_BS = split_targets(part)
         run = functools.partial(self.outputs, inputs)
@@ -192,8 +169,7 @@ class Forward:
             axis.check_logits(shape, targets_BS)
 
     def _value(self, tally: Tally, run: Run, targets_BS: Tensor, whole: Batch) -> tuple[Tensor, Any]:
-        """Return an objective's value for one microbatch, scalar, and the model's outputs; `whole` is from
-        `Given.whole`."""
+        """Return an objective's value for one microbatch, scalar, and the model's outputs."""
         columns = dict(whole)
         targets_whole, positions = targets(columns.pop("labels")), columns.pop("position_ids", None)
         if tally.given.on == "outputs":
@@ -222,14 +198,7 @@ class Forward:
     def try_objective(
         self, microbatch: Batch, given: Given, *, complete: Complete = lambda batch: batch
     ) -> tuple[str, ...]:
-        """Check, before its first step, that the model can serve an objective and that it is a sum. Collective.
-
-        Returns:
-            The names of the objective's further sums, in alphabetical order.
-
-        Raises:
-            MeshwrightError: the objective is refused; on this rank.
-        """
+        """Check, before its first step, that the model can serve an objective and that it is a sum. Collective."""
         for axis in self._axes:
             if axis.divides_batches and type(axis).joined is Axis.joined:
                 raise ModelError(
@@ -244,14 +213,7 @@ class Forward:
     def try_out(
         self, microbatches: Sequence[Batch], *, takes_loss: bool = True, complete: Complete = lambda batch: batch
     ) -> None:
-        """Run a few tokens through the model before the first step, to learn what only that can tell. Collective.
-
-        Args:
-            takes_loss: this part of the model will be asked for a token loss.
-
-        Raises:
-            ModelError, BatchError: the model, or a microbatch, cannot be divided; on all ranks.
-        """
+        """Run a few tokens through the model before the first step, to learn what only that can tell. Collective."""
         is_open = [axis for axis in self._axes if axis.is_open()]
         loss_is_open = takes_loss and self._row_loss.is_open
         if not is_open and not loss_is_open:
@@ -270,8 +232,7 @@ class Forward:
         self._mesh.world.together(lambda: self.check_division(microbatches))
 
     def rehearse(self, microbatch: Batch, complete: Complete = lambda batch: batch) -> None:
-        """Run the forward of an undivided microbatch without gradients or side effects, and, where the loss needs none,
-        without logits. Collective."""
+        """Run the forward of a microbatch without gradients, side effects, and logits if possible. Collective."""
         device = self._mesh.device
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
         drawing = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")

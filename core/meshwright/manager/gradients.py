@@ -1,28 +1,157 @@
-"""The gradients of a step after their reduction and before the optimizer: norm, scale, and copies on other stages."""
+"""The gradients of a step after its last backward: what ranks tell each other about them, norm, and scale.
+
+[Note: one wait] One all-reduce on the device sums the loss, which parameters were used, and whether something is wrong.
+The host reads it once, with what else it wants to know (`StrategyManager.read`), or when the optimizer steps; not at
+all if nothing can be wrong. Until then a parameter that no rank has used has a gradient of zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..base.errors import MeshwrightError
 from ..mesh.mesh import Mesh
+from ..mesh.world import World
 from ..model.layout import ModelLayout, in_order
 from ..tensors.norms import Groups, scale_to_norm, squares_by_part, total_grad_norm
 from ..tensors.state import Parts
-from .ending import Findings
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one rank has found in the gradients of a step.
+
+    Attributes:
+        trained: of each parameter what the optimizer trains here, in the same order on all ranks that sum findings.
+        used: whether this rank has used each parameter in the step.
+        is_wrong: whether something is wrong, as bool or scalar on the device; None, on all ranks: nothing can be.
+        values: floating point, 1-D, on the device: argument of `error`, which returns what is wrong, or None.
+        void: called if a rank has found something wrong, after gradients were dropped.
+    """
+
+    trained: Sequence[Sequence[nn.Parameter]] = ()
+    used: Sequence[bool] = ()
+    is_wrong: Tensor | bool | None = None
+    values: Tensor | None = None
+    error: Callable[[Sequence[float]], MeshwrightError | None] = lambda values: None
+    void: Callable[[], None] | None = None
+
+    def unused(self, used: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
+        """Iterate over what is trained of unused parameters, of this rank's or those that `used` says."""
+        for each, is_used in zip(self.trained, self.used if used is None else used, strict=True):
+            if not is_used:
+                yield from each
+
+    def leave(self) -> None:
+        for each in self.trained:
+            for parameter in each:
+                parameter.grad = None
+        if self.void is not None:
+            self.void()
+
+    def tell(self, world: World) -> None:
+        """Settle at once, by a control-plane message, for loops by hand; raise any rank's error on all. Collective."""
+        error = self.error(self.values.tolist() if self.values is not None else ())
+        (wrong,), used = world.exchange([int(error is not None)], [int(each) for each in self.used])
+        if wrong:
+            self.leave()
+            world.raise_any(error)
+        for parameter in self.unused(used):
+            parameter.grad = None
+
+
+class Ending:
+    """The end of one step on this rank, with findings for each stage, and in parameters that several stages train."""
+
+    def __init__(self, parts: Sequence[Findings] = (), shared: Findings | None = None) -> None:
+        self._parts, self._shared = parts, shared or Findings()
+        self._all = (self._shared, *parts)
+        self._sums: Tensor | None = None
+
+    @property
+    def can_be_wrong(self) -> bool:
+        return any(part.is_wrong is not None for part in self._parts)
+
+    @property
+    def _own_used(self) -> list[float]:
+        return [float(is_used) for part in self._all for is_used in part.used]
+
+    def add_up(
+        self,
+        losses: Sequence[Tensor],
+        device: torch.device,
+        *,
+        further: Tensor | None = None,
+        over: dist.ProcessGroup,
+        alike: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """Add up the loss, the further sums and the findings; return the first two, float64, 1-D. Collective."""
+        count = 1 + (0 if further is None else further.numel())
+        wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
+        known = float(sum(each for each in wrong if isinstance(each, bool)))
+        sums = torch.tensor([0.0] * count + [known, *self._own_used], dtype=torch.float64).to(device, non_blocking=True)
+        if losses:
+            sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
+        if further is not None:
+            sums[1:count] += further
+        for each in wrong:
+            if isinstance(each, Tensor):
+                sums[count] += each
+        dist.all_reduce(sums, group=over)
+        if alike is not None and self.can_be_wrong:
+            dist.all_reduce(sums[count : count + 1], group=alike)
+        if stages is not None:
+            dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stages)
+        self._sums = sums[count:]
+        return sums[:count]
+
+    def settle(self, world: World, also: Sequence[Tensor] = ()) -> list[float]:
+        """Drop, once, the gradients that no rank has used; return the values of `also`, read with the same wait."""
+        sums, self._sums = self._sums, None
+        unused = (each for part in self._all for each in part.unused())
+        asks = self.can_be_wrong or any(part.values is not None for part in self._parts)
+        if sums is None or (not asks and next(unused, None) is None):
+            return _read([each.detach().reshape(1) for each in also]) if also else []
+        own = [part.values for part in self._parts if part.values is not None]
+        read = iter(_read([each.detach().reshape(1) for each in also] + [sums, *own]))
+        values, wrong = [next(read) for _ in also], next(read)
+        used = [next(read) for _ in range(sums.numel() - 1)]
+        # In a planned world the sums have no values, since losses are among them.
+        used = world.select(used, self._own_used)
+        errors = [
+            part.error([next(read) for _ in range(part.values.numel())] if part.values is not None else ())
+            for part in self._parts
+        ]
+        if wrong:
+            for part in self._all:
+                part.leave()
+            world.raise_any(next((error for error in errors if error is not None), None))
+        # A parameter that another stage has used has its gradient here, too.
+        shared = {parameter for each in self._shared.trained for parameter in each}
+        for part in self._all:
+            mine, used = used[: len(part.used)], used[len(part.used) :]
+            for parameter in part.unused(mine):
+                if part is self._shared or parameter not in shared:
+                    parameter.grad = None
+        return values
+
+
+def _read(tensors: Sequence[Tensor]) -> list[float]:
+    """Read 1-D tensors with one wait for the device."""
+    device = tensors[0].device
+    values: list[float] = torch.cat([each.to(device, torch.float64) for each in tensors]).tolist()
+    return values
 
 
 class Gradients:
-    """The gradients of what one manager trains.
-
-    Args:
-        trainable: yields the parameters that train, each once, as they are after sharding.
-        parts: how they are divided over ranks.
-        wide: take norms in float64, so that they do not depend on the layout.
-    """
+    """The gradients of what one manager trains; `wide`: norms are taken in float64, and do not depend on the layout."""
 
     def __init__(
         self, trainable: Callable[[], Iterable[nn.Parameter]], parts: Parts, mesh: Mesh, *, wide: bool
@@ -32,8 +161,7 @@ class Gradients:
         self._groups: dict[nn.Parameter, Groups] = {}
 
     def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
-        """Return the total norm, float64, equal on all ranks, of all gradients except those of some parameters.
-        Collective."""
+        """Return the norm of all gradients but those of some parameters; float64, equal on all ranks. Collective."""
         left_out = set(without)
         pairs = [(p.grad, p) for p in self._trainable() if p.grad is not None and p not in left_out]
         groups = [self.groups_of(parameter) for _, parameter in pairs]
@@ -41,38 +169,27 @@ class Gradients:
         return total_grad_norm(gradients, norm_type, wide=self._wide, groups=groups, device=self._mesh.device)
 
     def norms_by_part(self, layout: ModelLayout, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
-        """Return the 2-norm of the gradients of each part of the model; see `StrategyManager.gradient_norms`."""
         parts = {parameter: layout.part_of(name) for name, parameter in named}
         names = in_order(parts.values())
         return dict(zip(names, self.squares(parts, names).sqrt().tolist(), strict=True))
 
     def squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
-        """Return the sum of squares of the gradients of each part of the model, float64, (names,), on the CPU.
-        Collective.
-
-        Args:
-            parts: the part of each parameter that counts.
-        """
+        """Return the sum of squares of each part's gradients, float64, (names,), on the CPU. Collective."""
         numbers = {name: number for number, name in enumerate(names)}
         groups = [self.groups_of(parameter) for parameter in parts]
         each = [numbers[name] for name in parts.values()]
         return squares_by_part(list(parts), each, len(names), groups, wide=self._wide)
 
     def groups_of(self, parameter: nn.Parameter) -> Groups:
-        """Return what divides a trained parameter."""
         if parameter not in self._groups:
             self._groups[parameter] = self._parts.groups(parameter)
         return self._groups[parameter]
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply all gradients by min(1, max_norm / norm), in place."""
         scale_to_norm([p.grad for p in self._trainable() if p.grad is not None], norm, max_norm)
 
     def fill_missing(self) -> None:
-        """Give zero gradients to parameters that have none on this rank, for strategies that reduce each by itself.
-
-        Those that no rank has used lose them before the optimizer steps; see [Note: one wait] in `ending`.
-        """
+        """Give zero gradients to unused parameters, for strategies that reduce each by itself; see [Note: one wait]."""
         parameters = list(self._trainable())
         self._findings = Findings([[each] for each in parameters], [each.grad is not None for each in parameters])
         for parameter in parameters:
@@ -80,7 +197,6 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter)
 
     def take_findings(self) -> Findings:
-        """Return what `fill_missing` has found in this step."""
         findings, self._findings = self._findings, Findings()
         return findings
 

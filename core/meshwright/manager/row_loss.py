@@ -1,8 +1,7 @@
 """The token loss of a model without its whole logits, if the model allows it.
 
-[Note: whole logits] A model is tried once, before its first step: its logits for a few tokens, row by row, must equal
-those of its own forward. If they do not, or a row cannot be computed by itself, the loss takes whole logits; all ranks
-decide alike, and the first one warns. `meshwright.step.rows` computes rows.
+[Note: whole logits] A model is tried once: its logits for a few tokens, row by row, must equal those of its forward.
+Otherwise the loss takes whole logits; all ranks decide alike, and the first one warns.
 
 Shapes: B sequences of a microbatch, S tokens each, N rows in all, K ids for each; V entries of the vocabulary.
 """
@@ -10,7 +9,6 @@ Shapes: B sequences of a microbatch, S tokens each, N rows in all, K ids for eac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,11 +19,9 @@ from ..base.errors import ModelError
 from ..base.types import TokenStatistic
 from ..files.terminal import warn
 from ..mesh.world import World
-from ..step.deferred_logits import DeferredLogits, RowsError
-from ..step.row_head import RowHead
+from ..step.lm_head import DeferredLogits, RowHead, RowsError
 from ..step.rows import Rows, token_loss, token_statistics
-from ..step.token_loss import target_loss_sum
-from ..step.tokens import Ask
+from ..step.tokens import Ask, target_loss_sum
 
 Run = Callable[[], Any]
 """Calls a model, and gives what it returns, with `logits`."""
@@ -41,24 +37,7 @@ _LEAST_ROWS = 512
 _TRIED_ROWS = 3
 
 
-def _same_random_state() -> AbstractContextManager[None]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type)
-
-
 class RowLoss:
-    """The token loss of one model.
-
-    Args:
-        head: of the model; None: unknown.
-        given: the option `loss_chunk_rows`.
-        is_divided: ranks share the vocabulary; rows are used at any size, so that no rank has it whole.
-        model: its name.
-        vocab_size: least number of entries of the logits; None: unknown.
-    """
-
     def __init__(
         self, head: RowHead | None, given: int | None, *, is_divided: bool, model: str, vocab_size: int | None = None
     ) -> None:
@@ -75,16 +54,16 @@ class RowLoss:
 
     @property
     def is_open(self) -> bool:
-        """Whether `choose` has still to be called."""
         return self._takes_rows is None
 
     def choose(self, run: Run, world: World) -> None:
-        """Try the model on a few tokens; see [Note: whole logits]. Collective. ModelError if its logits are of no
-        vocabulary."""
+        """Try the model on a few tokens; see [Note: whole logits]. Collective. ModelError if it has no vocabulary."""
 
         def alike() -> Any:
             # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
-            with _same_random_state():
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+            with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
                 return run()
 
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -100,7 +79,13 @@ class RowLoss:
     def _defect(self, run: Run) -> str | None:
         if self._head is None:
             if self._vocab_size is not None:
-                self._check_head(run().logits.shape, self._vocab_size)
+                shape = run().logits.shape
+                if len(shape) != 3 or shape[-1] < self._vocab_size:
+                    raise ModelError(
+                        f"{self._model} gives logits {tuple(shape)}, which are not those of its vocabulary of "
+                        f"{self._vocab_size} entries, so there is no loss over tokens. Give an objective with on = "
+                        f"'outputs', which is over what its head returns, or train a causal LM."
+                    )
             return "which layer makes them is not known"
         whole_BSV = run().logits
         # What a strategy makes of the dtype of outputs is made of each row.
@@ -116,14 +101,6 @@ class RowLoss:
         limit = torch.finfo(self._dtype).eps ** 0.5 * whole_BSV.abs().max().item()
         return None if difference <= limit else f"row by row, they differ by {difference:.3g}"
 
-    def _check_head(self, shape: Sequence[int], vocab_size: int) -> None:
-        if len(shape) != 3 or shape[-1] < vocab_size:
-            raise ModelError(
-                f"{self._model} gives logits {tuple(shape)}, which are not those of its vocabulary of {vocab_size} "
-                f"entries, so there is no loss over tokens. Give an objective with on = 'outputs', which is over what "
-                f"its head returns, or train a causal LM."
-            )
-
     def _row_by_row(self, logits: DeferredLogits) -> Tensor:
         rows = self._rows(logits)
         few = rows.hidden_NH.split(_TRIED_ROWS)
@@ -138,11 +115,7 @@ class RowLoss:
     # -- in a step
 
     def share(self, run: Run, targets_BS: Tensor, num_tokens: Tensor, check: Check) -> tuple[Tensor, Any]:
-        """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`; and the outputs.
-
-        `targets_BS` is the label that each position predicts. ModelError if the model no longer does what it did when
-        tried.
-        """
+        """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`; and the outputs."""
         head = self._head_for(targets_BS.numel())
         if head is None:
             outputs = run()
@@ -161,13 +134,7 @@ class RowLoss:
     def of_tokens(
         self, run: Run, targets_BS: Tensor, consume: Callable[[Ask], Tensor], check: Check
     ) -> tuple[Tensor, Any]:
-        """Return what `consume` makes of statistics of tokens, with its gradient; and the outputs. Raises as `share`.
-
-        Args:
-            consume: called once, at the end of the model's forward or after it, without autocast; it may ask any number
-                of times while it runs, and each time the logits are computed anew, by rows. What it keeps must have no
-                gradient.
-        """
+        """Return what `consume`, called once within the forward, makes of token statistics; and the outputs."""
         head, shape = self._head_for(targets_BS.numel()), targets_BS.shape
 
         def answer(rows: Rows, chunk_rows: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 from weakref import WeakSet
@@ -12,7 +13,6 @@ from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
-from .._compat.peft_tying import tie_adapters
 from ..base.errors import ModelError, StrategyError
 from ..base.validation import NO_FLOAT16
 from ..files.terminal import warn
@@ -44,14 +44,12 @@ def take(modules: Iterable[nn.Module]) -> None:
 
 
 def require_model(model: T | None) -> T:
-    """Return what `parallelize` has made; StrategyError before."""
     if model is None:
         raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
     return model
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
-    """Return what `build_optimizer` has made; StrategyError before."""
     if optimizer is None:
         raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
     return optimizer
@@ -70,17 +68,15 @@ def check_nothing_pending(trainable: Iterable[nn.Parameter]) -> None:
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
-    """Return whether the model's configuration asks for a router loss."""
     return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
 
 
 def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
-    """Refuse a model that would train wrongly or not at all, with a ModelError; tie adapters that peft ties by memory.
+    """Refuse a model that would train wrongly or not at all (ModelError); tie adapters that peft ties by memory."""
+    if "peft" in sys.modules:
+        from .._compat.peft_tying import tie_adapters
 
-    Args:
-        router_loss: the caller adds the router loss where the configuration asks for one.
-    """
-    tie_adapters(model)
+        tie_adapters(model)
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
     check_elements(model)
@@ -113,14 +109,7 @@ def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
 def tell_idle_options(
     config: BaseModel, mesh: Mesh, *, along: Mapping[str, Sequence[str]], never: Mapping[str, str] | None = None
 ) -> None:
-    """Warn on the first rank about options that were set but act on nothing.
-
-    They are no error: the same run file is debugged on one rank, and a config of another framework is taken as it is.
-
-    Args:
-        along: names of options that act only if an axis has more than one rank, by axis.
-        never: options that act on no mesh, and why.
-    """
+    """Warn on the first rank of options that act on nothing: `along` an axis of one rank, or `never` for a reason."""
     if dist.get_rank() != 0:
         return
     fields = type(config).model_fields
@@ -142,12 +131,7 @@ def tell_idle_options(
 
 
 def equal_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
-    """Return the values that all ranks give an unsharded model: `weights`, or what the class of a model on the meta
-    device draws. None if the model has values, which are now those of the first rank. Collective.
-
-    Raises:
-        ModelError: a model on the meta device cannot be built again; on all ranks.
-    """
+    """Return the values that all ranks give an unsharded model; None: those it has, made equal here. Collective."""
     if weights is None and is_meta(model):
         weights = deferred_weights(model, mesh)
     if weights is None:
@@ -156,10 +140,7 @@ def equal_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weig
 
 
 def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
-    """Copy parameters and buffers from the first of the ranks that train the same part of the model.
-
-    Otherwise copies from different seeds or files would train together without any error.
-    """
+    """Copy parameters and buffers from the first of the ranks that train the same part of the model."""
     for axis in ("pp", "dp", "cp", "tp"):
         if getattr(mesh.degrees, axis) == 1:
             continue

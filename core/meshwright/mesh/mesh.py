@@ -1,4 +1,4 @@
-"""Every rank's place along every axis.
+"""Every rank's place along every axis, also of a torch DeviceMesh that the caller has made.
 
 Axes, views and degrees are defined in `meshwright.mesh.sizes`, [Note: axis, dim, degree].
 Source: torch.distributed.device_mesh.
@@ -7,7 +7,9 @@ Source: torch.distributed.device_mesh.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -15,20 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.torch import flatten_mesh, slice_mesh
 from ..base.errors import MeshError
-from .sizes import EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
-from .world import World, same_timeout
+from .sizes import CLAIMABLE_AXES, EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
+from .world import World, existing_world, same_timeout
 
 
 class Mesh:
-    """Every rank's place along every axis.
-
-    Args:
-        degrees: from `MeshSizes.resolve`; their product is the world size.
-        world: from `open_world`.
-
-    Raises:
-        MeshError: the degrees do not fill the world.
-    """
+    """Every rank's place along every axis; MeshError if the degrees do not fill the world."""
 
     def __init__(self, degrees: Degrees, world: World) -> None:
         if degrees.world_size != world.size:
@@ -40,9 +34,7 @@ class Mesh:
         ranks = torch.arange(world.size)
         with same_timeout():
             self.device_mesh = DeviceMesh(
-                self.device.type,
-                ranks.view([getattr(degrees, axis) for axis in ROOT_AXES]),
-                mesh_dim_names=ROOT_AXES,
+                self.device.type, ranks.view([getattr(degrees, axis) for axis in ROOT_AXES]), mesh_dim_names=ROOT_AXES
             )
             self._views: dict[str | tuple[str, ...], DeviceMesh] = {
                 name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()
@@ -74,10 +66,7 @@ class Mesh:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The second mesh, with the axes `pp, dp_replicate, ep_shard, ep`.
-
-        Where `ep` has one rank it is made on first use, which is collective.
-        """
+        """The second mesh, of `EXPERT_AXES`; made on first use, which is collective, where `ep` has one rank."""
         return self._make_expert_mesh() if self._expert_mesh is None else self._expert_mesh
 
     def _make_expert_mesh(self) -> DeviceMesh:
@@ -103,11 +92,7 @@ class Mesh:
             )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the part of the root mesh along `axes`: axis names, or the views `dp`, `dp_cp`, `dp_shard_cp`.
-
-        Raises:
-            MeshError: no axis or view of that name.
-        """
+        """Return the part of the root mesh along axes, or views such as `dp_cp`; MeshError for other names."""
         names = (axes,) if isinstance(axes, str) else axes
         for name in names:
             if name not in ROOT_AXES and name not in VIEWS:
@@ -128,10 +113,7 @@ class Mesh:
         return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
 
     def stage(self) -> Mesh:
-        """Return the mesh of this rank's pipeline stage: the same axes, but one rank along `pp`.
-
-        Its world is the ranks of the stage. Collective over all ranks on first use.
-        """
+        """Return the mesh of this rank's pipeline stage, whose world is the stage's ranks. Collective on first use."""
         if self._stage is None:
             with same_timeout():
                 group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
@@ -156,3 +138,83 @@ class Mesh:
     def leads_data(self) -> bool:
         """Whether this rank is the first of those that see its batch."""
         return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
+
+
+_AXIS_OF: Mapping[str, str] = MappingProxyType(
+    {
+        **{axis: axis for axis in ROOT_AXES},
+        "pipeline_parallel": "pp",
+        "dp": "dp_shard",
+        "data_parallel": "dp_shard",
+        "context_parallel": "cp",
+        "tensor_parallel": "tp",
+    }
+)
+
+
+def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
+    """Return a Mesh, or a Mesh of the same degrees as a DeviceMesh of all ranks in order. Collective.
+
+    Args:
+        claims: the axes that the strategy shards; for one without `dp_shard`, all data ranks hold copies.
+        moe_mesh: the mesh for experts, whose axis `ep` gives their degree.
+    """
+    degrees = degrees_of(given, moe_mesh)
+    if isinstance(given, Mesh):
+        _check_claims(degrees, claims)
+        return given
+    if "dp_shard" not in claims and "dp_replicate" in claims:
+        degrees = replace(degrees, dp_replicate=degrees.dp, dp_shard=1)
+    _check_claims(degrees, claims)
+    sharing = degrees.dp_shard * degrees.cp * degrees.tp
+    if sharing % degrees.ep:
+        raise MeshError(
+            f"moe_mesh has {degrees.ep} ranks along ep, which do not divide the {sharing} ranks of dp_shard x cp x tp. "
+            f"Use a divisor."
+        )
+    world = existing_world(given.device_type)
+    if given.mesh.flatten().tolist() != list(range(world.size)):
+        raise MeshError(
+            f"the mesh has the ranks {given.mesh.flatten().tolist()}, but a manager takes all {world.size} ranks in "
+            f"order. Make it with init_device_mesh, and give the whole mesh rather than a slice of it."
+        )
+    return Mesh(degrees, world)
+
+
+def degrees_of(given: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Degrees:
+    if isinstance(given, Mesh):
+        return given.degrees
+    if not isinstance(given, DeviceMesh):
+        raise MeshError(
+            f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
+            f"Mesh(MeshSizes(...).resolve(world.size), world)."
+        )
+    experts = 1
+    if moe_mesh is not None and "ep" in (moe_mesh.mesh_dim_names or ()):
+        experts = int(moe_mesh["ep"].size())
+    return Degrees(**_sizes(given), ep=experts)
+
+
+def _check_claims(degrees: Degrees, claims: Collection[str]) -> None:
+    unclaimed = [axis for axis in degrees.above_one() if axis not in claims]
+    if unclaimed:
+        raise MeshError(
+            f"the mesh is {degrees}, but this strategy does not shard {', '.join(unclaimed)}. It shards "
+            f"{', '.join(axis for axis in CLAIMABLE_AXES if axis in claims)}: use one rank along the others."
+        )
+
+
+def _sizes(given: DeviceMesh) -> dict[str, int]:
+    names = given.mesh_dim_names or tuple(f"axis {index}" for index in range(given.ndim))
+    told = dict(zip(names, given.mesh.shape, strict=True))
+    axes = {name: size for name, size in zip(names, given.mesh.shape, strict=True) if size > 1}
+    unknown = [name for name in axes if name not in _AXIS_OF]
+    if unknown:
+        raise MeshError(f"the mesh {told} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_OF)}.")
+    ours = [_AXIS_OF[name] for name in axes]
+    if ours != sorted(set(ours), key=ROOT_AXES.index):
+        raise MeshError(
+            f"the axes of the mesh {told} are {', '.join(ours)}, in this order, but a manager takes each once and in "
+            f"the order {', '.join(ROOT_AXES)}. Make the mesh so."
+        )
+    return dict(zip(ours, axes.values(), strict=True))

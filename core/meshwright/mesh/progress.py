@@ -1,11 +1,8 @@
 """Where each rank is in its run: its position, the sign of life that it writes, and a hang that is found by these.
 
-[Note: positions] All ranks of a run go through the same phases in the same order, so the number of a phase within its
-step tells which rank is behind. A phase that begins counts as movement, and within a phase a microbatch.
-
-[Note: what is slow once] What a run does for the first time may compile, load or fill caches, and saving or exporting
-depends on a file system. A rank may stand still then for as long as `timeout_s`, as without a watchdog. Before the end
-of its first step it may also be silent for as long, since much that loads holds the interpreter's lock.
+[Note: positions] All ranks go through the same phases in the same order, so the number of a phase within its step tells
+which rank is behind. A rank may stand still for `timeout_s` in what it does for the first time, saves or exports;
+before the end of its first step it may also be silent, since much that loads holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -26,15 +23,7 @@ Counts: TypeAlias = Mapping[str, tuple[int, int, int]]
 
 
 class At(NamedTuple):
-    """A position; see [Note: positions].
-
-    Attributes:
-        step: from 1; 0 before the first.
-        part: number of the phase within the step.
-        moves: microbatches done in the phase.
-        settled: whether this process has finished a step.
-        patient: whether the rank may stand still.
-    """
+    """A position; see [Note: positions]. `settled`: a step is finished; `patient`: the rank may stand still."""
 
     step: int = 0
     part: int = 0
@@ -49,15 +38,10 @@ class Sign:
     """Sign of life of one rank.
 
     Attributes:
-        count: of its signs.
-        process: host and process id.
         waits: whether its main thread is in torch's communication.
-        place: file, line and function of its main thread, outside of torch.
-        interval_s: time to the next sign.
+        place: file, line and function of its main thread, outside of torch; `stack`: all, the innermost first.
         still_s: for how long its position has not changed.
-        stack: of its main thread, the innermost frame first.
-        own_s, step_s: medians over its last steps of what it takes by itself, and of the whole step; 0: not known.
-        steps: number of steps in these medians.
+        own_s, step_s: medians over its last `steps` of its own time, and of the whole step; 0: not known.
     """
 
     count: int
@@ -83,14 +67,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that hang.
-
-    Attributes:
-        is_silent: whether they give no sign of life; otherwise they stand still.
-        since: when they last lived, or moved [s since 1970].
-        signs: the last sign of each rank.
-        is_alone: whether the store does not answer, so that the ranks cannot agree on who reports the hang.
-    """
+    """Ranks that are silent or stand still since a time [s]; `is_alone`: the store does not answer."""
 
     ranks: tuple[int, ...]
     is_silent: bool
@@ -116,10 +93,8 @@ class Progress:
     """Position of this rank. Each write assigns one value, so there is no lock; no clock is read.
 
     Attributes:
-        at: where the main thread is.
         steps: of the last steps, the rank's own seconds and those of the whole step.
         signs: of all ranks, as the first rank has read them last; each time a new mapping.
-        witness: of this rank, once the run has a directory to write to.
         on_settled: called once, when the second step begins; from then on the limit of silence is lower.
     """
 
@@ -133,7 +108,6 @@ class Progress:
         self._known: set[str] = set()
 
     def begin(self, step: int, phase: str) -> None:
-        """Begin a step, counted from 1, with a phase."""
         self._step, self._part = step, 0
         self._begun += 1
         self.enter(phase)
@@ -141,12 +115,10 @@ class Progress:
             self.on_settled()
 
     def enter(self, phase: str) -> None:
-        """Begin a phase."""
         self._known.add(self.at.phase)
         self._part += 1
         patient = phase in PATIENT or phase not in self._known
         self.at = At(self._step, self._part, phase, 0, self._begun > 1, patient)
 
     def move(self) -> None:
-        """Count a microbatch."""
         self.at = self.at._replace(moves=self.at.moves + 1)

@@ -52,16 +52,14 @@ class Degrees:
 
     @property
     def dp(self) -> int:
-        """Ranks that get data of their own."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world_size(self) -> int:
-        """All ranks: the product of the root axes."""
         return math.prod(getattr(self, axis) for axis in ROOT_AXES)
 
     def above_one(self) -> list[str]:
-        """Claimable axes whose degree is larger than 1, outermost first."""
+        """Return the claimable axes whose degree is larger than 1, outermost first."""
         return [axis for axis in CLAIMABLE_AXES if getattr(self, axis) > 1]
 
     def __str__(self) -> str:

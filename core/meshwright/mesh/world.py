@@ -3,34 +3,73 @@
 [Note: one timeout] All process groups of a run have the timeout of the group of all ranks, whoever makes them: see
 `same_timeout` and `new_group`.
 
-[Note: control plane] Small agreements between ranks (are the counts equal? has any rank found an error?) travel as
-CPU tensors where the process group has a backend for them, so that they never wait for queued GPU work.
+[Note: control plane] Small agreements between ranks travel as CPU tensors where the process group has a backend for
+them, so that they never wait for queued GPU work.
 
 [Note: doubling] Gloo's all-reduce is a ring of as many steps as there are ranks. For small messages the number of steps
-is what counts, so ranks exchange what they have with a partner 1, 2, 4, ... ranks away; after log2(ranks) steps all
-have everything. If the number of ranks is no power of two, the surplus ranks first give what they have to a partner,
-and get the result from it. Source: Thakur et al. 2005, "Optimization of collective communication operations in MPICH",
-section 4.4 (recursive doubling); torch.distributed.
+counts, so ranks exchange what they have with a partner 1, 2, 4, ... ranks away. If the number of ranks is no power of
+two, the surplus ranks give what they have to a partner first, and get the result from it. Source: Thakur et al. 2005,
+"Optimization of collective communication operations in MPICH", section 4.4 (recursive doubling).
+
+[Note: gloo's threads] They release the tensors of a collective a moment after it is over. Only then is what a rank
+holds the same in each run; and a process that ends earlier is aborted ("terminate called without an active exception"):
+pytorch/pytorch pull request 179291, issue 190489.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .._compat.profiling import marked
-from .._compat.torch import group_timeout, groups_with_timeout
+from .._compat.torch import GLOO_THREAD, group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
 from ..events.step import WAIT
-from .gloo_threads import settle_at_exit
 from .progress import Progress
+
+_POLL_S, _TIMEOUT_S = 5e-5, 1.0
+_TASKS = Path("/proc/self/task")
+_NAMED = f"({GLOO_THREAD}) "
+
+
+def settle() -> None:
+    """Return once all gloo threads are idle (waiting for another rank is idle), or after a second. Linux only."""
+    if not _TASKS.is_dir():
+        return
+    end = time.monotonic() + _TIMEOUT_S
+    # Twice, since this thread may take Python's lock, which freeing a tensor needs, before a gloo thread gets it.
+    for _ in range(2):
+        time.sleep(_POLL_S)
+        while any(state != "S" for state in _states()) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+
+@functools.cache
+def settle_at_exit() -> None:
+    atexit.register(settle)
+
+
+def _states() -> Iterator[str]:
+    for task in os.listdir(_TASKS):
+        try:
+            status = (_TASKS / task / "stat").read_text(encoding="utf-8")
+        except OSError:
+            continue  # the thread has ended
+        if _NAMED in status:
+            yield status.partition(_NAMED)[2][0]
+
 
 T = TypeVar("T")
 
@@ -39,16 +78,11 @@ CONTROL_TAG = 4711
 
 
 class World:
-    """All ranks of the process group. As a context manager it ends the group on leaving, if it has started it.
+    """All ranks of the process group, or those of `group`; as a context manager it ends the group that it has started.
 
     Attributes:
-        device: of this rank.
-        group: None for all ranks; otherwise the world is the ranks of this group, such as those of a pipeline stage.
-        rank, size: within the group.
-        owns_group: whether leaving the context ends the process group.
         progress: position of this rank in its run, for a watchdog.
-        computes: whether tensors have values and messages arrive. Where it is False, this rank stands for all: each
-            other rank is taken to have what this one has.
+        computes: whether tensors have values and messages arrive; if not, this rank stands for all others.
     """
 
     computes = True
@@ -64,7 +98,6 @@ class World:
 
     @property
     def is_planned(self) -> bool:
-        """Not `computes`."""
         return not self.computes
 
     def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
@@ -81,10 +114,7 @@ class World:
         return self._exchanged(sums, highs)
 
     def begin_exchange(self, sums: Sequence[int], highs: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
-        """Start `exchange` in a thread, and return a function that waits for its result. Collective over all ranks.
-
-        No other message of all ranks overtakes it: whoever sends one waits for it first.
-        """
+        """Start `exchange` in a thread; return a function that waits for it. No message overtakes it. Collective."""
         self._finish_begun()
         if not self._doubles or self.size == 1:
             result = self._exchanged(sums, highs)
@@ -146,10 +176,7 @@ class World:
         return planned if self.is_planned else real
 
     def raise_together(self, error: MeshwrightError | None) -> None:
-        """Raise on every rank if any rank brings an error; see [Note: equal on every rank] in `contract`.
-
-        It is the error of the lowest rank that has one, in its class; if other ranks have others, the text says so.
-        """
+        """Raise the error of the lowest rank that has one, on all; see [Note: equal on every rank] in `contract`."""
         if self.reduce_ints([int(error is not None)])[0]:
             self.raise_any(error)
 
@@ -211,9 +238,7 @@ def start_world(
 ) -> World:
     """Start the process group of all ranks, which find each other in a store. Collective.
 
-    Args:
-        timeout_s: how long a collective may wait for peers.
-        shares_device: whether ranks share an accelerator, which NCCL refuses and gloo does not.
+    `shares_device`: ranks share an accelerator, which NCCL refuses and gloo does not.
     """
     _use(device)
     backend, bound = "gloo", None
@@ -229,13 +254,9 @@ def start_world(
 
 
 def existing_world(device: torch.device | str) -> World:
-    """Return the world of the process group that this process is in already.
+    """Return the world of this process's group; MeshError if it cannot serve the device.
 
-    Args:
-        device: of this rank; without an index, the accelerator of LOCAL_RANK, or else the one that torch uses.
-
-    Raises:
-        MeshError: the group cannot serve the device.
+    A device without an index is the accelerator of LOCAL_RANK, or else the one that torch uses.
     """
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
@@ -270,24 +291,18 @@ def new_group(backend: str) -> dist.ProcessGroup:
 
 
 def _in_background(work: Callable[[], T]) -> Callable[[], T]:
-    """Run `work` in a daemon thread; return a function that waits for its result, which a profiler sees as waiting."""
-    box: list[T | BaseException] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            box.append(work())
+            future.set_result(work())
         except BaseException as error:
-            box.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    threading.Thread(target=run, daemon=True).start()
 
     def wait() -> T:
         with marked(WAIT):
-            thread.join()
-        (result,) = box
-        if isinstance(result, BaseException):
-            raise result
-        return result
+            return future.result()
 
     return wait

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..base.types import IGNORED_LABEL
-from ..step.token_loss import targets
-from ..step.tokens import Sequences, Tokens
+from ..step.tokens import Sequences, Tokens, targets
 
 ABSENT = -1e30
 """The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""

@@ -1,8 +1,9 @@
-"""Optimizers from a config: any of torch.optim or of your own, or several of them, with decay by parameter name."""
+"""Optimizers and learning-rate schedules from configs."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
@@ -12,14 +13,23 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import ConfigError, StrategyError, nearest
 from ..base.types import OptimizerFactory
 from ..files.class_paths import import_class_from_path
 from .config import OptimizerConfig, ScheduleConfig
-from .groups import Trained, decay_groups, group_numbers, known_without_model, matches
-from .optimizers import Optimizers, members_of, needs_closure, reason
-from .schedules import build_scheduler, check_schedule
+from .groups import (
+    Optimizers,
+    Trained,
+    decay_groups,
+    group_numbers,
+    known_without_model,
+    matches,
+    members_of,
+    needs_closure,
+    reason,
+)
 
 
 @dataclass(frozen=True)
@@ -34,16 +44,16 @@ class _Settings:
     options: Mapping[str, Any]
 
     def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, Trained]) -> Optimizer:
-        """Make the optimizer of some parameters; `trained` describes them unsharded.
-
-        Raises:
-            ConfigError: it refuses them, or its options.
-            StrategyError: it gets pieces of them, and refuses these.
-        """
         cls = self.cls
         # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
         decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
-        groups = decay_groups(named, self.weight_decay, lambda name: self._decays(name, trained))
+
+        def decays(name: str) -> bool:
+            if self.no_decay is None:
+                return trained[name].is_decayed
+            return not any(matches(name, pattern) for pattern in self.no_decay)
+
+        groups = decay_groups(named, self.weight_decay, decays)
         options = {**self.options, **fused_where_it_pays(cls, self.options, [p for _, p in named])}
         make: Callable[..., Optimizer] = cls
         try:
@@ -59,11 +69,6 @@ class _Settings:
                 ) from error
             told = "" if self.where == "optimizer" else f"{self.where}: "
             raise ConfigError(f"{told}optimizer {cls.__name__!r} refuses its parameters or options: {error}") from error
-
-    def _decays(self, name: str, trained: Mapping[str, Trained]) -> bool:
-        if self.no_decay is None:
-            return trained[name].is_decayed
-        return not any(matches(name, pattern) for pattern in self.no_decay)
 
     def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
@@ -92,8 +97,7 @@ class _Settings:
 
 
 class ConfiguredOptimizer:
-    """The factory of `optimizer_factory`. Without `for_model`, it knows only the parameters that it is given, and no
-    blocks."""
+    """The factory of `optimizer_factory`. Without `for_model` it knows no blocks."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -111,7 +115,6 @@ class ConfiguredOptimizer:
         return self.for_model(known_without_model(named))(named)
 
     def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
-        """Return the factory for a model of which these are trained; see `optim.groups.for_model`."""
         numbers = group_numbers(self._config, trained)
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -129,12 +132,7 @@ class ConfiguredOptimizer:
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """Return a factory for `StrategyManager.build_optimizer`.
-
-    Raises:
-        ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure. When called: a
-            group without parameters.
-    """
+    """Return a factory for `StrategyManager.build_optimizer`; ConfigError for what no optimizer takes."""
     return ConfiguredOptimizer(config)
 
 
@@ -188,11 +186,7 @@ def can_fuse(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
 
 
 def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int, *, device: torch.device) -> None:
-    """Make and step optimizer and schedule for a stand-in on the CPU, so that errors come before anything is started.
-
-    Raises:
-        ConfigError: the optimizer or the schedule cannot be used as configured.
-    """
+    """Make and step optimizer and schedule for a stand-in, so that errors come before anything is started."""
     stand_in = [("weight", nn.Parameter(torch.ones(2, 2)))]
     if not optimizer.groups:
         # One of several may be for matrices alone.
@@ -202,8 +196,7 @@ def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps
 
 
 def split_by_mesh(optimizer: Optimizer) -> None:
-    """Split, in place, parameter groups that are stepped as a whole (`foreach`, `fused`) by the mesh of their DTensors,
-    since torch cannot stack DTensors of several meshes."""
+    """Split, in place, groups stepped as a whole by the mesh of their DTensors: torch cannot stack those of several."""
     for member in members_of(optimizer):
         groups: list[dict[str, Any]] = []
         for group in member.param_groups:
@@ -264,9 +257,6 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, 
 
     The type is that of an argument's annotation, or else of its default; a list will do for a tuple. Arguments without
     either, and unknown ones, are left to the function. Source: pydantic.TypeAdapter.
-
-    Raises:
-        ConfigError: names the argument, the value and the type.
     """
     hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     parameters = inspect.signature(function).parameters
@@ -290,3 +280,73 @@ def _type_of_default(default: Any) -> Any:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    from transformers import SchedulerType, get_scheduler
+
+    # These two are driven by a metric at each step, not by the step number.
+    known = sorted(each.value for each in SchedulerType if each.value not in ("reduce_lr_on_plateau", "greedy"))
+    if config.name not in known:
+        raise ConfigError(f"schedule {config.name!r} is not one of {', '.join(known)}.{nearest(config.name, known)}")
+    _check_schedule_is_heeded(config)
+    try:
+        return get_scheduler(
+            config.name,
+            optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=dict(config.options),
+        )
+    except Exception as error:
+        # Each schedule checks its options in its own way, or at its first value.
+        raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
+
+
+def set_schedule(scheduler: LRScheduler, step: int) -> None:
+    """Set a schedule of `build_scheduler`, and the rates of its optimizer, to where they are after `step` steps."""
+    state = scheduler.state_dict()
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler.load_state_dict({**state, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
+
+
+def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
+    """Refuse what get_scheduler would silently drop."""
+    if config.name == "constant" and config.warmup_steps:
+        raise ConfigError(
+            f"schedule 'constant' knows no warm-up, but schedule.warmup_steps={config.warmup_steps}. "
+            f"Set schedule.name=constant_with_warmup, or warmup_steps=0."
+        )
+    if config.name in ("constant", "constant_with_warmup") and config.options:
+        raise ConfigError(
+            f"schedule {config.name!r} takes no options, but schedule.options holds {', '.join(config.options)}. "
+            f"Remove them, or use another schedule."
+        )
+    for name, value in config.options.items():
+        # None of the schedules has a switch, and their arithmetic makes zero of what is not finite.
+        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(f"schedule.options.{name}={value!r} is no finite number. Change it, or leave it out.")
+
+
+def check_schedule(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -> None:
+    """Refuse a schedule that has no usable rate at its ends, or at some steps between them."""
+    sampled = {*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}
+    for step in sorted(sampled):
+        try:
+            rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
+        except Exception as error:
+            raise ConfigError(
+                f"schedule {config.name!r} with options {config.options} has no rate after step {step} of {steps}: "
+                f"{reason(error)}. Change the options."
+            ) from error
+        if not usable:
+            raise ConfigError(
+                f"schedule {config.name!r} with options {config.options} gives the rates {rates} after step {step} of "
+                f"{steps}, which must be finite and not below 0. Change the options."
+            )

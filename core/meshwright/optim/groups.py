@@ -1,25 +1,27 @@
-"""Groups of parameters of an optimizer, and which parameters are decayed.
+"""Groups of parameters of an optimizer, which of them are decayed, and several optimizers as one.
 
-[Note: the whole model] A rank has a part of the model's parameters, and perhaps pieces of them. So the factory gets a
-description of all trained parameters of the unsharded model before it is called, each rank forms the same groups, and a
-group without parameters is an error on all ranks.
+[Note: the whole model] A rank has a part of the model's parameters, so the factory gets a description of all trained
+parameters before it is called: each rank forms the same groups, and one without parameters is an error on all ranks.
 
 [Note: what decides] Weight decay spares norms, biases, other vectors, and rates of a recurrence. The module that owns a
-parameter, the unsharded shape, and the last component of the name decide, and no other part of the path:
-`blocks.0.norm_attn_norm.attn.Wqkv.weight` is a matrix. So a parameter has one decay in every layout.
+parameter, the unsharded shape, and the last component of the name decide: `blocks.0.norm_attn_norm.attn.Wqkv.weight` is
+a matrix.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ..base.errors import ConfigError, nearest
+from ..base.errors import ConfigError, StrategyError, nearest
 from ..base.types import OptimizerFactory
 from ..model.layout import ModelLayout
 
@@ -37,13 +39,7 @@ scales, and biases, of which experts have a matrix."""
 
 
 def is_decayed(name: str, shape: Sequence[int], owner: nn.Module | None = None) -> bool:
-    """Return whether weight decay shrinks a parameter; see [Note: what decides].
-
-    Args:
-        name: fully qualified.
-        shape: unsharded.
-        owner: the module that holds it; None: unknown, and its name stands for its class.
-    """
+    """Return whether weight decay shrinks a parameter; see [Note: what decides]."""
     path, _, last = name.rpartition(".")
     if len(shape) < 2 or _SPARED.fullmatch(last):
         return False
@@ -58,11 +54,7 @@ def is_decayed(name: str, shape: Sequence[int], owner: nn.Module | None = None) 
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern of `no_decay` selects a parameter, in any case of letters.
-
-    Args:
-        pattern: a shell pattern of the last component of a name, or, if it has a dot, of the whole name.
-    """
+    """Return whether a pattern of `no_decay` selects a parameter, in any case of letters."""
     part = name if "." in pattern else name.rpartition(".")[2]
     return fnmatchcase(part.lower(), pattern.lower())
 
@@ -70,10 +62,7 @@ def matches(name: str, pattern: str) -> bool:
 def decay_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, decayed: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
-    """Split parameters into those that are decayed and those that are not.
-
-    Without decay there is one group and no `weight_decay` key, for optimizers that do not know it.
-    """
+    """Split parameters into decayed and others; without decay, one group without the key `weight_decay`."""
     named = list(named_parameters)
     if not weight_decay:
         return [{"params": [parameter for _, parameter in named]}]
@@ -85,12 +74,6 @@ def decay_groups(
 
 
 class Trained(NamedTuple):
-    """Description of an unsharded parameter.
-
-    Attributes:
-        is_matrix: it is the weight of a linear map between hidden states.
-    """
-
     dims: int
     is_matrix: bool
     is_decayed: bool
@@ -102,11 +85,7 @@ def what_is_trained(
     named: Sequence[tuple[str, nn.Parameter]],
     shape: Callable[[nn.Parameter], torch.Size],
 ) -> dict[str, Trained]:
-    """Describe the trained parameters of a model, or of a stage of one; `layout` and `shape` are those before sharding.
-
-    A matrix is a two-dimensional `weight` of a module in a block that is no embedding; decays and stacked experts have
-    other names.
-    """
+    """Describe the trained parameters of a model, or of a stage of one, as they are before sharding."""
     owners = dict(model.named_modules(remove_duplicate=False))
     blocks = tuple(f"{block}." for block in layout.blocks)
 
@@ -124,27 +103,18 @@ def known_without_model(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, 
 
 
 def check_model(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
-    """Refuse groups and patterns that fit no parameter of an unsharded model, with a ConfigError."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     group_numbers(config, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
 
 
 def for_model(factory: OptimizerFactory, trained: Mapping[str, Trained]) -> OptimizerFactory:
-    """Return the factory for a model of which these are trained; see [Note: the whole model].
-
-    Raises:
-        ConfigError: the groups do not fit the model; on all ranks.
-    """
+    """Return the factory for a model of which these are trained; see [Note: the whole model]."""
     told: Callable[[Mapping[str, Trained]], OptimizerFactory] | None = getattr(factory, "for_model", None)
     return factory if told is None else told(trained)
 
 
 def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> dict[str, int]:
-    """Return the number of each parameter's group; the number of groups for the rest.
-
-    Raises:
-        ConfigError: a group has no parameter, or a pattern of `no_decay` matches none.
-    """
+    """Return the number of each parameter's group; the number of groups for the rest."""
     groups = config.groups
     for pattern in config.no_decay or ():
         if not any(matches(name, pattern) for name in trained):
@@ -206,3 +176,93 @@ def _nearest(pattern: str, names: Collection[str]) -> str:
         for start in range(len(parts) - len(words) + 1)
     }
     return nearest(".".join(words), sorted(windows))
+
+
+class Optimizers(Optimizer):
+    """Steps each of its members, one after the other."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        if not members:
+            raise StrategyError("Optimizers was given none. Give at least one optimizer.")
+        self.members = tuple(members)
+        parameters = [id(each) for group in self.param_groups for each in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            raise StrategyError(
+                "two optimizers that are to step as one have the same parameter. Give each parameter to one of them."
+            )
+        # A group without parameters passes torch's checks and is given to no member.
+        super().__init__([{"params": []}], dict(members[0].defaults))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all members; set values in them, not the list."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if groups:
+            raise StrategyError(
+                "the parameter groups of several optimizers are their own and cannot be replaced as a list. Set values "
+                "in the groups, or use load_state_dict."
+            )
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        return _States(self.members)
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        if state:
+            raise StrategyError("the state of several optimizers is their own. Use load_state_dict.")
+
+    def step(self, closure: Any = None) -> None:
+        for member in self.members:
+            member.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a group with parameters, since it does not say whose it is, with a StrategyError."""
+        if param_group["params"]:
+            raise StrategyError(
+                "a group to be added to several optimizers does not say to which. Use add_param_group of one of "
+                "optimizer.members."
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give each member its own groups and state; the end of torch's load_state_dict."""
+        groups, values = iter(state["param_groups"]), state["state"]
+        for member in self.members:
+            mine = [next(groups) for _ in member.param_groups]
+            own = {p: values[p] for group in mine for p in group["params"] if p in values}
+            member.__setstate__({"state": defaultdict(dict, own), "param_groups": mine})
+
+
+class _States(Mapping[Tensor, Any]):
+    """The states of several optimizers; a look-up adds no entry."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self._members = members
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        for member in self._members:
+            if parameter in member.state:
+                return member.state[parameter]
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for member in self._members for parameter in member.state)
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")

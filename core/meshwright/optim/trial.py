@@ -1,11 +1,8 @@
 """Check that an optimizer does to sharded tensors what it would do to whole parameters.
 
 [Note: trial] An optimizer of the same class and settings steps small stand-ins, in float64: once whole, and once cut as
-the strategy cuts parameters. So users' optimizers are judged like torch's, and nothing is known of a class:
-
-- of pieces (stretches of a flattened parameter, or rows), one that treats every element alike is right;
-- of DTensors, one that torch can step and that does what it does to the whole tensor;
-- of whole parameters, any that can step.
+the strategy cuts parameters. Of pieces, one that treats every element alike is right; of DTensors, one that does what
+it does to the whole tensor; of whole parameters, any that can step.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from ..files.terminal import warn
 from ..mesh.world import World
 from ..tensors.ops import with_values
 from ..tensors.state import Parts, whole_tensor
-from .optimizers import members_of, needs_closure, reason
+from .groups import members_of, needs_closure, reason
 
 _EXACT = 1e-6
 _ROUNDED = 0.05
@@ -40,14 +37,6 @@ _INSTEAD = "Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every
 
 @dataclass(frozen=True)
 class _Kind:
-    """What parameters have in common for an optimizer.
-
-    Attributes:
-        dims: of the whole parameter.
-        is_piece: the optimizer has a part that does not know of the whole.
-        mesh, placements: of a DTensor.
-    """
-
     dims: int
     is_piece: bool
     device: torch.device
@@ -75,11 +64,9 @@ def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parame
 
 
 def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
-    """Refuse an optimizer that cannot step its parameters, or would step them wrongly, with a StrategyError on all
-    ranks.
+    """Refuse an optimizer that cannot step its parameters, or does it wrongly; StrategyError on all ranks. Collective.
 
-    Collective over the world, and over the meshes of DTensors. A class that cannot be tried, since it takes more than
-    parameters and their settings, is accepted, with a warning if it gets parts of parameters.
+    A class that takes more than parameters and settings is accepted untried, with a warning if it gets parts.
     """
     kinds = [(type(member), *each) for member in members_of(optimizer) for each in _kinds(member, parts)]
 
@@ -103,7 +90,6 @@ def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
 
 
 def _kinds(optimizer: Optimizer, parts: Parts) -> list[tuple[_Kind, dict[str, Any]]]:
-    """Return the kinds of parameters and their settings."""
     found: dict[tuple[_Kind, str], tuple[_Kind, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}

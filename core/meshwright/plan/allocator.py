@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Mapping
 
-from ..base.allocator import uses_expandable_segments
+from ..base.processes import uses_expandable_segments
 from .trace import Operation, Trace
 
 ROUND_TO = 512

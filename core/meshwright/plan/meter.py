@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._compat.planning import in_backward
 from .._compat.torch import UncompiledMode
-from ..mesh.gloo_threads import settle
+from ..mesh.world import settle
 from ..tensors.ops import is_on_meta, tensors_in
 from ..tracing.collectives import NAMESPACES
 from ..tracing.observe import Block, Meter, Observer, name_of, storage_of

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 
 from ..base.types import Batch, OptimizerFactory
 from ..optim.build import ConfiguredOptimizer
-from ..optim.groups import Trained
-from ..optim.optimizers import members_of
+from ..optim.groups import Trained, members_of
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.whole_parameters import whole_parameters

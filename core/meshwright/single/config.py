@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..model.activation_options import ActivationCheckpointing, activation_field
-from ..strategy.spec import StrategyConfig
+from ..strategy.contract import StrategyConfig
 
 
 class SingleConfig(StrategyConfig):

@@ -13,8 +13,6 @@ from .config import SingleConfig
 
 
 class SingleManager(DataParallelManager):
-    """See `DataParallelManager`."""
-
     config: SingleConfig
     runs_in_pipeline = True
 

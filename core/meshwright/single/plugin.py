@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..strategy.contract import StrategySpec
 from ..strategy.hooks import hookimpl
-from ..strategy.spec import StrategySpec
 from .config import SingleConfig
 
 if TYPE_CHECKING:

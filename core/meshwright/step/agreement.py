@@ -1,4 +1,4 @@
-"""Agreement of ranks on a step before they train on it, by one message.
+"""Checks of a step's microbatches, and agreement of ranks on it by one message before they train.
 
 [Note: one message] The message carries the sum of the ranks' tokens, whether any rank has found an error, and whether
 what must be equal is: the number of microbatches, `num_tokens`, and the tokens of ranks that share a batch. It is sent
@@ -12,13 +12,17 @@ int64 do). So do the products if all checksums are equal, and hardly ever otherw
 [Note: equal flags] One sum shows whether ranks freeze the same parameters. For each parameter that it freezes, a rank
 adds minus a number that stands for the name; the first rank that holds the parameter adds that number once for each
 other rank instead. The sum is 0 if all that hold a parameter freeze it, or none.
+
+[Note: packed documents] If several documents share a row, `position_ids` restart at each. transformers keeps them apart
+only without an attention mask; with one, each document sees those before it
+(github.com/huggingface/transformers/issues/46634). So a mask of ones is left out, and any other is refused.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +32,135 @@ from torch import Tensor
 from ..base.errors import BatchError, MeshwrightError, StrategyError
 from ..base.types import IGNORED_LABEL, Batch, Objective
 from ..mesh.mesh import Mesh
-from .batch import Terms, apart, checksum, defect_of, defect_under
-from .objective import Given
+from .objective import Given, without_columns
+from .tokens import targets
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a manager requires of the microbatches of a step.
+
+    Attributes:
+        check: further check without a collective; raises BatchError or StrategyError.
+        count: a count of which ranks learn the maximum; see `Agreed.most`.
+        rows: rows of the pieces into which microbatches are cut; None: they are not.
+    """
+
+    vocab_size: int | None = None
+    sequence_multiple: int = 1
+    check: Callable[[Sequence[Batch]], None] = lambda microbatches: None
+    count: Callable[[Sequence[Batch]], int] = len
+    objective: Given | None = None
+    rows: int | None = None
+    frozen: int = field(default=0, compare=False)
+
+    def tokens(self, microbatches: Sequence[Batch]) -> int:
+        own = None if self.objective is None else self.objective.count(microbatches)
+        unmasked = (int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
+        return sum(unmasked) if own is None else own
+
+    def signature(self, microbatches: Sequence[Batch]) -> int:
+        """Return a number that must be equal on all ranks."""
+        return 0 if self.objective is None else self.objective.signature(microbatches)
+
+
+def checksum(microbatches: Sequence[Batch]) -> int | None:
+    """Return a 32-bit checksum of all `input_ids`; None if they are on an accelerator, for which it would wait."""
+    if any(batch["input_ids"].device.type != "cpu" for batch in microbatches):
+        return None
+    found = 0
+    for batch in microbatches:
+        found = zlib.crc32(batch["input_ids"].contiguous().numpy(), found)
+    return found
+
+
+def apart(microbatches: Sequence[Batch]) -> list[Batch]:
+    """Return the microbatches without redundant masks; see [Note: packed documents]."""
+    return [
+        {name: tensor for name, tensor in batch.items() if name != "attention_mask"} if _restarts(batch) else batch
+        for batch in microbatches
+    ]
+
+
+def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> MeshwrightError | None:
+    defect = defect_of(microbatches, terms.vocab_size)
+    defect = defect or _length_defect(microbatches, terms.sequence_multiple, cp_size)
+    if defect is not None:
+        return BatchError(defect)
+    try:
+        if terms.objective is not None:
+            terms.objective.check(microbatches, rows=terms.rows)
+        terms.check(without_columns(terms.objective, microbatches))
+    except (BatchError, StrategyError) as error:
+        return error
+    return None
+
+
+def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> str | None:
+    if not isinstance(microbatches, Sequence) or not microbatches:
+        return f"microbatches must be a non-empty sequence of mappings, not {type(microbatches).__name__} (or empty)."
+    for index, batch in enumerate(microbatches):
+        about = f"microbatch {index} of {len(microbatches)}"
+        for key in ("input_ids", "labels"):
+            value = batch.get(key)
+            if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 2:
+                got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                return f"{about}: {key} must be an int64 tensor of shape (B, S), not {got}."
+        ids, labels = batch["input_ids"], batch["labels"]
+        if ids.shape != labels.shape or ids.shape[1] < 2 or ids.shape[0] < 1:
+            return (
+                f"{about}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must have one shape (B, S), "
+                f"B >= 1, S >= 2."
+            )
+        if _restarts(batch) and not batch["attention_mask"].all():
+            return (
+                f"{about}: position_ids restart, so several documents share a row, beside an attention_mask with "
+                f"zeros, under which transformers would let them see each other. Leave the mask out: end each row with "
+                f"padding whose position_ids restart too, and whose labels are {IGNORED_LABEL}."
+            )
+        if vocab_size is not None:
+            for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
+                defect = _outside(tensor, vocab_size)
+                if defect:
+                    return f"{about}: {key} {defect}"
+    return None
+
+
+def _restarts(batch: Batch) -> bool:
+    """Return whether positions restart among a row's tokens that a mask of tokens (not of queries and keys) leaves."""
+    positions, mask, shape = batch.get("position_ids"), batch.get("attention_mask"), batch["input_ids"].shape
+    if positions is None or mask is None or mask.shape != shape or positions.shape not in (shape, (1, shape[1])):
+        return False
+    rows = zip(positions.expand(shape), mask.bool(), strict=True)
+    return any(bool((row[kept].diff() <= 0).any()) for row, kept in rows)
+
+
+def _length_defect(microbatches: Sequence[Batch], multiple: int, cp_size: int) -> str | None:
+    for index, batch in enumerate(microbatches):
+        length = batch["input_ids"].shape[1]
+        if length % multiple == 0:
+            continue
+        about = f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among"
+        pad = f"Pad them to a multiple of {multiple} with masked labels, or"
+        if cp_size > 1:
+            beside = " and sequence_parallel" if multiple > 2 * cp_size else ""
+            return f"{about} the ranks of cp_size={cp_size}{beside}. {pad} choose another cp_size."
+        return f"{about} {multiple} ranks (sequence_parallel). {pad} set sequence_parallel=false."
+    return None
+
+
+def _outside(ids: Tensor, vocab_size: int) -> str | None:
+    # Ids on an accelerator are not looked at: that would wait for queued work.
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return None
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low >= 0 and high < vocab_size:
+        return None
+    return (
+        f"range from {low} to {high}, but the model's vocabulary has {vocab_size} entries (0 to {vocab_size - 1}). "
+        f"Is this the model's own tokenizer?"
+    )
+
 
 _ANNOUNCED, _COUNTED, _NO_LOSS = -1, -2, -3
 """In place of a number of tokens: the message counts them itself, for a step or for none; or there is no loss."""
@@ -37,14 +168,7 @@ _ANNOUNCED, _COUNTED, _NO_LOSS = -1, -2, -3
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of a step.
-
-    Attributes:
-        microbatches: those given, without redundant masks.
-        num_tokens: unmasked targets of the global batch; int64 scalar on the CPU.
-        most: the largest `Terms.count` of any rank.
-        longest: tokens of the longest row of any rank; see `rope_length`.
-    """
+    """What all ranks know of a step: `most` is the largest `Terms.count`, `longest` the tokens of the longest row."""
 
     microbatches: list[Batch]
     num_tokens: Tensor
@@ -53,10 +177,7 @@ class Agreed:
 
 
 class TokenCount(Tensor):
-    """Token count of an announced step, int64 scalar on the CPU; see [Note: one message].
-
-    Any use as a tensor waits until all ranks have announced their counts.
-    """
+    """Token count of an announced step, int64 scalar on the CPU; any use waits until all ranks have announced."""
 
     microbatches: Sequence[Batch]
     terms: Terms
@@ -80,18 +201,9 @@ def _as_numbers(value: Any) -> Any:
 
 
 def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective | None = None) -> Tensor:
-    """Count the unmasked targets of the global batch, by a message of its own.
+    """Count the unmasked targets of the global batch, or what `objective` counts, by a message of its own. Collective.
 
-    Args:
-        microbatches: this data-parallel rank's share of the step.
-        mesh: all of its ranks call this.
-        objective: may count something else; see [Note: objectives] in `objective`.
-
-    Returns:
-        int64 scalar on the CPU, equal on all ranks.
-
-    Raises:
-        BatchError: a microbatch of any rank is malformed; on all ranks.
+    Returns an int64 scalar on the CPU, equal on all ranks; BatchError on all if a microbatch of any is malformed.
     """
     terms = Terms(objective=None if objective is None else Given(objective))
     found = defect_of(microbatches)
@@ -117,16 +229,7 @@ def defects_told(num_tokens: Tensor) -> bool:
 
 
 def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, terms: Terms) -> Agreed:
-    """Check that all ranks can run this step, by one message or by the one that announced the step. Collective.
-
-    Args:
-        num_tokens: as in `StrategyManager.forward_backward`; None: there is no loss, and it is 1.
-        terms: what the caller requires of microbatches.
-
-    Raises:
-        BatchError: see `StrategyManager.forward_backward`; on this rank alone, if the microbatches are not those that
-            were announced.
-    """
+    """Check that all ranks can run this step; `num_tokens` is None where there is no loss. Collective."""
     if isinstance(num_tokens, TokenCount) and num_tokens.terms == terms:
         if microbatches is not num_tokens.microbatches:
             raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
@@ -153,8 +256,6 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, 
 
 @dataclass(frozen=True)
 class _Message:
-    """What one rank sends: integers to be summed, and integers of which ranks learn the maximum."""
-
     mesh: Mesh
     defect: MeshwrightError | None
     sums: list[int]
@@ -186,8 +287,6 @@ def _sent(message: _Message) -> _Answer:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Sums and maxima over all ranks; only `message` differs between them."""
-
     message: _Message
     defects: int
     tokens: int
@@ -208,11 +307,7 @@ class _Answer:
         return cls(message, *sums, *highs)
 
     def check(self) -> None:
-        """Refuse malformed batches, and steps that ranks would not run alike.
-
-        Raises:
-            BatchError, StrategyError: on all ranks.
-        """
+        """Refuse malformed batches, and steps that ranks would not run alike."""
         if self.defects:
             self.message.mesh.world.raise_any(self.message.defect)
         low, high = -self.minus_low_given, self.high_given
@@ -245,7 +340,6 @@ class _Answer:
 
 
 def _check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:
-    """Find out which ranks that share a batch have other tokens, except on accelerators. Collective. BatchError."""
     found: list[tuple[int, int | None]] = [(0, None)] * mesh.world.size
     dist.all_gather_object(found, (mesh.data_rank, checksum(microbatches)), group=mesh.world.group)
     for data_rank in range(mesh.data_size):
@@ -268,12 +362,7 @@ def share_of(mesh: Mesh, value: int | None) -> int:
 
 
 def frozen_share(mesh: Mesh, frozen: Iterable[tuple[str, int, int]]) -> int:
-    """Return this rank's part of the sum of [Note: equal flags], as an int64.
-
-    Args:
-        frozen: for each parameter that this rank freezes: its name, the number of its copy on stages of a pipeline, and
-            the number of copies.
-    """
+    """Return this rank's part of the sum of [Note: equal flags]; `frozen`: name, number of its copy, and of copies."""
     degrees, total = mesh.degrees, 0
     ranks = mesh.data_size * degrees.cp * degrees.tp
     mine = (mesh.data_rank * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")

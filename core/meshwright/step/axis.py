@@ -1,8 +1,7 @@
 """What a step asks of each axis along which ranks share a microbatch or the model.
 
-A manager holds a list of axes and knows none by name: tensor, context and expert parallelism, and those that a strategy
-brings. An axis divides parameters when it is made; its methods are about batches, forwards, losses and checks. The
-reduction of gradients over data-parallel ranks belongs to the strategy.
+A manager holds a list of axes and knows none by name. An axis divides parameters when it is made; the reduction of
+gradients over data-parallel ranks belongs to the strategy.
 
 Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
 """
@@ -23,13 +22,7 @@ from ..tensors.state import Parts
 
 @dataclass(frozen=True)
 class Trial:
-    """What an axis may try before the first step.
-
-    Attributes:
-        microbatch: undivided, on any device.
-        outputs: calls the model with a divided batch without labels. Collective as the model's forward is.
-        multiple: divisor that all other axes require of the number of positions.
-    """
+    """What an axis may try: an undivided microbatch, the model, and the divisor that other axes require."""
 
     microbatch: Batch
     outputs: Callable[..., Any]
@@ -43,7 +36,7 @@ class Axis:
         divides_batches: `divide` does something, so each microbatch is checked before.
         divides_sequences: `divide` leaves each rank a part of every sequence, so no rank has what the model's own code
             computes over a whole sequence.
-        divides_vocabulary: each rank computes a part of the logits; see `meshwright.step.deferred_logits`.
+        divides_vocabulary: each rank computes a part of the logits; see `meshwright.step.lm_head`.
         sharers: ranks that have the same after `joined`, and whose losses are added up.
     """
 
@@ -54,7 +47,6 @@ class Axis:
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor that the length of a sequence must have."""
         return 1
 
     # -- batches
@@ -75,13 +67,11 @@ class Axis:
         return self.own(whole)
 
     def joined(self, part: Tensor) -> Tensor:
-        """Gather a tensor divided as `parted` does, with a gradient that is summed over ranks. Collective. An axis that
-        divides batches must have it to support objectives."""
+        """Gather a tensor divided as by `parted`, with a gradient summed over ranks. Collective. Objectives need it."""
         return part
 
     def joined_sequences(self, part: Tensor) -> Tensor:
-        """Return the model's output for each sequence, (B, K), from its outputs for each rank's positions, with a
-        gradient that is summed over ranks. Collective. ModelError if the axis does not support it."""
+        """Return outputs for each sequence, (B, K), from those for each rank's positions. Collective; as `joined`."""
         raise ModelError(
             f"{type(self).__name__} divides sequences and brings no `joined_sequences`: it takes no model that gives "
             f"one thing for each sequence."
@@ -105,10 +95,7 @@ class Axis:
         """Refuse logits, (B, S, V) or this rank's part, that are not those of `targets_BS`, with a ModelError."""
 
     def add_losses(self, total: Tensor) -> None:
-        """Add up, in place, the losses of ranks with different parts of a microbatch; float64, 1-D. Collective.
-
-        Those of the ranks of `dp` and `cp` are added up already.
-        """
+        """Add up, in place, the losses of ranks with different parts of a microbatch; float64, 1-D. Collective."""
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up gradients over the axis if the strategy's reduction does not; after the last backward. Collective."""
@@ -128,6 +115,5 @@ class Axis:
         return None
 
     def gradient_defect(self, parts: Parts) -> MeshwrightError | None:
-        """Return what the first step's gradients, divided further by `parts`, show to be wrong with the model.
-        Collective."""
+        """Return what the first step's gradients, divided by `parts`, show to be wrong with the model. Collective."""
         return None

@@ -1,20 +1,25 @@
-"""Arguments of a model's forward besides the batch."""
+"""How a model's forward is called: its options, and the sequence length that its rotary embeddings get.
+
+[Note: rope length] transformers' `longrope` and `dynamic` choose frequencies by the largest position of a forward, over
+all rows, and `dynamic` keeps those of the longest forward so far. Within a step they get the longest row of all
+microbatches of all ranks, so that no row depends on others; outside of steps, the length of the forward alone.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from .._compat.transformers import forget_length, length_dependent_ropes
 
 
 def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
-    """Return the options with which a model's forward is always called: no key-value cache, as far as it takes them.
-
-    Args:
-        in_parts: a rank runs a part of the layers or positions; see [Note: noted logits] in `router_loss`.
-    """
+    """Return the options with which a model's forward is always called: no key-value cache, as far as it takes them."""
     options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
     taken = inspect.signature(model.forward).parameters
     names = set(taken)
@@ -40,3 +45,58 @@ def _below_adapters(model: nn.Module) -> nn.Module:
 def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `forward_options` for a run that returns the logits of all routers."""
     return {name: value or name == "output_router_logits" for name, value in options.items()}
+
+
+class RopeLength:
+    def __init__(self, model: nn.Module) -> None:
+        self._length: int | None = None
+        for rope in length_dependent_ropes(model):
+            rope.register_forward_pre_hook(_forget, with_kwargs=True)
+            rope.register_forward_pre_hook(self._before, with_kwargs=True)
+            rope.register_forward_hook(self._after)
+
+    @contextmanager
+    def within_step(self, length: int) -> Iterator[None]:
+        """Set the length [tokens] of the longest row of a step, on all ranks."""
+        self._length = length
+        try:
+            yield
+        finally:
+            self._length = None
+
+    def _before(self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Append the last position of the longest row, the largest of all."""
+        if self._length is None:
+            return None
+        hidden, positions, *rest = _arguments(args, kwargs)
+        last = positions.new_full((*positions.shape[:-1], 1), self._length - 1)
+        return (hidden, torch.cat([positions, last], dim=-1), *rest), {}
+
+    def _after(self, rope: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._length is None:
+            return None
+        return tuple(map(_without_last, output)) if isinstance(output, tuple) else _without_last(output)
+
+
+@contextmanager
+def without_history(model: nn.Module) -> Iterator[None]:
+    """Context in which no forward depends on the length of the one before."""
+    with ExitStack() as hooks:
+        for rope in length_dependent_ropes(model):
+            hooks.callback(rope.register_forward_pre_hook(_forget, with_kwargs=True).remove)
+        yield
+
+
+def _forget(rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    hidden, _, *rest = _arguments(args, kwargs)
+    forget_length(rope, hidden, *rest)
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return hidden states, positions (..., S), and the type of the layer if it is given."""
+    given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+    return tuple(given[name] for name in ("x", "position_ids", "layer_type") if given.get(name) is not None)
+
+
+def _without_last(table: Tensor) -> Tensor:
+    return table[..., :-1, :]

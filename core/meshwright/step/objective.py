@@ -1,4 +1,4 @@
-"""Objectives in place of the token loss: their requirements and their calls in a step.
+"""Objectives in place of the token loss: requirements, trial, and calls in a step.
 
 [Note: objectives] An objective is called as `objective(tokens, columns)` for each microbatch. `tokens` is a `Tokens`,
 or an `Outputs` if `objective.on` is "outputs", for models whose head is not that of a vocabulary. `columns` are the
@@ -15,6 +15,9 @@ scalars, which the manager adds up as `last_sums`. Optional attributes:
 
 Entry s of a column (B, S) belongs to position s: the prediction of token s + 1. Rows without labels, which even out the
 number of microbatches over ranks, should add nothing.
+
+[Note: a sum] What an objective returns is added up over microbatches and ranks, so the values of two groups of rows
+must add up to that of both together, which a mean does not. Each is tried with made-up statistics of some rows.
 
 [Note: a failure in a step] If an objective fails on one rank during a step, this rank continues with 0, so that no
 other waits for it. At the end of the step all ranks raise the error, and nothing is trained.
@@ -34,9 +37,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import BatchError, ConfigError, MeshwrightError, NotFiniteError
-from ..base.types import Batch, Objective, TokenStatistic
-from .tokens import Outputs, Sequences, Tokens
+from ..base.errors import BatchError, ConfigError, MeshwrightError, ModelError, NotFiniteError
+from ..base.types import IGNORED_LABEL, Batch, Objective, TokenStatistic
+from .tokens import Outputs, Recorder, Sequences, Tokens, targets
 
 OF_MODEL = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 """Entries of a batch that are never an objective's own, whatever the model takes."""
@@ -46,13 +49,7 @@ _RETURNS = "An objective returns a scalar tensor, or one and a mapping of names 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """An objective, as it was given for a model.
-
-    Attributes:
-        objective: see [Note: objectives].
-        taken: entries of a batch that the model's forward takes.
-        usual: what it has asked of tokens; see `Tokens`.
-    """
+    """An objective for a model; `taken`: entries of a batch that the model takes; `usual`: see `Tokens`."""
 
     objective: Objective
     taken: frozenset[str] = OF_MODEL
@@ -67,12 +64,10 @@ class Given:
 
     @property
     def name(self) -> str:
-        """Its name in errors."""
         own = getattr(self.objective, "name", None) or getattr(self.objective, "__name__", None)
         return f"objective {own if isinstance(own, str) else type(self.objective).__name__!r}"
 
     def expect(self, names: Sequence[TokenStatistic]) -> None:
-        """Replace `usual`."""
         self.usual.clear()
         self.usual.update(names)
 
@@ -83,15 +78,12 @@ class Given:
 
     @property
     def rows(self) -> int:
-        """Number of consecutive rows of a microbatch that belong together."""
         return getattr(self.objective, "rows", 1)
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the entries of a batch that belong to the objective."""
         return {name: tensor for name, tensor in batch.items() if name not in self.taken}
 
     def inputs(self, batch: Batch) -> Batch:
-        """Return the entries that belong to the model."""
         return {name: tensor for name, tensor in batch.items() if name in self.taken}
 
     def whole(self, batch: Batch) -> dict[str, Tensor]:
@@ -100,16 +92,11 @@ class Given:
         return {_WHOLE + name: tensor for name, tensor in seen.items()}
 
     def signature(self, microbatches: Sequence[Batch]) -> int:
-        """Return a 32-bit number that differs between other objectives and other columns."""
         columns = sorted((name, str(each.dtype), each.dim()) for name, each in self.columns(microbatches[0]).items())
         return 1 + zlib.crc32(repr((self.name, self.on, columns)).encode())
 
     def count(self, microbatches: Sequence[Batch]) -> int | None:
-        """Count what the sum is divided by, on the host; None: unmasked targets.
-
-        Raises:
-            BatchError: the objective's own count fails.
-        """
+        """Count what the sum is divided by, on the host; None: unmasked targets."""
         own: Callable[[Batch], int] | None = getattr(self.objective, "count", None)
         if own is None:
             return None
@@ -123,14 +110,7 @@ class Given:
         return sum(counts)
 
     def check(self, microbatches: Sequence[Batch], *, rows: int | None = None) -> None:
-        """Refuse an invalid objective, and batches that it does not take; no collective.
-
-        Args:
-            rows: of the pieces into which a microbatch is cut; None: it is not.
-
-        Raises:
-            BatchError: says what is wrong.
-        """
+        """Refuse an invalid objective, and batches that it does not take; no collective."""
         if not callable(self.objective):
             raise BatchError(f"objective must be callable as objective(tokens, batch), not {self.objective!r}.")
         if self.on not in ("tokens", "outputs"):
@@ -165,7 +145,6 @@ class Given:
 
 
 def without_columns(given: Given | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return microbatches as the model takes them, without the objective's columns."""
     return microbatches if given is None else [given.inputs(batch) for batch in microbatches]
 
 
@@ -176,15 +155,9 @@ def split_whole(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 class Tally:
-    """An objective in one step or evaluation.
+    """An objective in one step or evaluation, with the names of its further sums (float64).
 
-    Args:
-        names: of its further sums.
-
-    Attributes:
-        sums: the further sums so far; float64, in the order of the names.
-        is_wrong: a value was not finite; bool scalar on the device.
-        defect: the first error on this rank; see [Note: a failure in a step].
+    `is_wrong`: a value was not finite; `defect`: the first error on this rank, see [Note: a failure in a step].
     """
 
     def __init__(self, given: Given, names: Sequence[str], device: torch.device) -> None:
@@ -194,7 +167,6 @@ class Tally:
         self.defect: MeshwrightError | None = None
 
     def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the objective's value for a microbatch, scalar."""
         value = None
         if self.defect is None:
             try:
@@ -218,11 +190,6 @@ class Tally:
             self.sums[index] += sums[name].detach()
 
     def error(self, is_wrong: bool) -> MeshwrightError | None:
-        """Return the error of this rank, if any.
-
-        Args:
-            is_wrong: the value was not finite.
-        """
         if self.defect is not None or not is_wrong:
             return self.defect
         return NotFiniteError(
@@ -232,11 +199,7 @@ class Tally:
 
 
 def called(given: Given, seen: Sequences, columns: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Call an objective and return its value and further sums.
-
-    Raises:
-        ConfigError: it fails, or returns something else.
-    """
+    """Call an objective and return its value and further sums."""
     try:
         answer: Any = given.objective(seen, columns)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
@@ -262,3 +225,74 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     return f"a value of type {type(value).__name__}"
+
+
+def check_head(given: Given, shape: Sequence[int], vocab_size: int | None) -> None:
+    """Refuse an objective over tokens if the logits are not those of a vocabulary, with a ModelError."""
+    if given.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
+        raise ModelError(
+            f"the {given.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
+            f"vocabulary. Set on = 'outputs', for an objective over what the model's head returns."
+        )
+
+
+def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """Try an objective with made-up statistics; return the names of its further sums. See [Note: a sum]."""
+    if isinstance(given.objective, Recorder):
+        return ()
+    few = _Few(given, batch, features, dtype)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        (both, sums), (again, _) = few.called(0, 2), few.called(0, 2)
+        parts = [few.called(0, 1)[0], few.called(1, 2)[0]]
+    if not both.requires_grad and bool((few.targets != IGNORED_LABEL).any()):
+        raise ConfigError(f"the {given.name} returns a value without a gradient: nothing would be trained.")
+    values = [float(each.detach()) for each in (both, again, *parts)]
+    whole, repeated, first, second = values
+    # What draws numbers is another one each time; and what is not finite here may be so for made-up statistics alone.
+    is_known = whole == repeated and all(abs(each) < float("inf") for each in values)
+    if is_known and abs(whole - first - second) > 1e-3 * (abs(first) + abs(second)):
+        raise ConfigError(
+            f"the {given.name} gives {first:g} and {second:g} for two groups of sequences, and {whole:g} for both "
+            f"together, so it is no sum over sequences (a mean, perhaps). Return the sum: it is divided by num_tokens."
+        )
+    return tuple(sorted(sums))
+
+
+class _Few:
+    """Two groups of rows of a microbatch; the second repeats the first if there is no other."""
+
+    def __init__(self, given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
+        self._given, self._features = given, features
+        labels, rows = batch["labels"], given.rows
+        count, length = labels.shape
+        index = torch.arange(2 * rows, device=labels.device) % min(count, 2 * rows)
+        self.targets = targets(labels)[index]
+        positions = batch.get("position_ids")
+        self._positions = None if positions is None else positions.expand(count, length)[index]
+        self._columns = {name: tensor[index] for name, tensor in given.columns(batch).items()}
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.rand(2 * rows, length, generator=generator, dtype=torch.float64)
+        self._noise = noise.to(labels.device, dtype).requires_grad_()
+
+    def called(self, start: int, stop: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows = slice(start * self._given.rows, stop * self._given.rows)
+        noise_BS, positions = self._noise[rows], None if self._positions is None else self._positions[rows]
+
+        def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
+            found: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
+            unlikely_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
+            found["log_probs"] = torch.where(ids_BSK != IGNORED_LABEL, -unlikely_BSK, 0.0)
+            found["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORED_LABEL).any(-1)
+            return {name: found[name] for name in names}
+
+        seen: Tokens | Outputs
+        if self._given.on == "tokens":
+            seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual=self._given.usual)
+        else:
+            seen = Outputs(self.targets[rows], self._logits(noise_BS), positions_BS=positions)
+        return called(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
+
+    def _logits(self, noise_BS: Tensor) -> Tensor:
+        features = self._features or 1
+        each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
+        return noise_BS[..., None] * each_K if features > 0 else noise_BS[:, :1] * each_K

@@ -3,14 +3,13 @@
 Shapes: T tokens of a microbatch on this rank, E experts, K of which each token takes.
 
 [Note: the router loss] For one microbatch it is E x sum over experts of f x p: f is an expert's fraction of all
-choices, times K, and p its mean probability, both over all tokens and layers. A mean of ranks' losses would be another
-loss. So microbatches with the same index on all ranks count as one: f and the number of tokens are summed over ranks,
-and each rank adds its tokens' share of p. A step adds the mean over its microbatches, times `router_aux_loss_coef`.
+choices, times K, and p its mean probability, both over all tokens and layers. Microbatches with the same index on all
+ranks count as one: f and the number of tokens are summed over ranks, and each rank adds its tokens' share of p. A step
+adds the mean over its microbatches, times `router_aux_loss_coef`. Source: Fedus et al. 2021, arXiv:2101.03961,
+equations (4) to (6), as transformers computes it.
 
-[Note: noted logits] On a rank that runs a part of the positions or layers, the model's own code would compute the loss
-of that part, or fail. So it runs with output_router_logits=False, and hooks record what its routers return. Routers are
-the modules that, in a run on a few tokens, return the very tensors which the model returns. Source: Fedus et al. 2021,
-arXiv:2101.03961, equations (4) to (6), as transformers computes it.
+[Note: noted logits] A rank with a part of the positions or layers runs with output_router_logits=False, and hooks
+record what its routers return: the modules that, on a few tokens, return the very tensors which the model returns.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ from ..base.errors import ModelError
 
 
 class RouterLoss:
-    """The router loss of one model, whose configuration has output_router_logits=True.
-
-    Raises:
-        ModelError: the configuration lacks the loss's coefficient or the number of experts of a token.
-    """
+    """The router loss of one model, whose configuration has output_router_logits=True."""
 
     def __init__(self, config: Any) -> None:
         text = config.get_text_config()
@@ -45,8 +40,7 @@ class RouterLoss:
         self._coefficient, self._choices = float(coefficient), int(choices)
 
     def share(self, sums: Tensor, *, group: dist.ProcessGroup, microbatches: int) -> Tensor:
-        """Return this rank's share of a microbatch's part of the loss, scalar, given its `sums`. Collective over
-        `group`, the ranks with different tokens."""
+        """Return this rank's share of a microbatch's loss, scalar. Collective over ranks with other tokens."""
         chosen_E, probable_E, tokens = _parts(sums)
         every = torch.cat([chosen_E, tokens[None]]).detach()
         dist.all_reduce(every, group=group)
@@ -74,11 +68,7 @@ class RouterLoss:
             )
 
     def sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """Sum each expert's choices and probabilities over tokens and layers, and count the unmasked tokens of each
-        layer.
-
-        Takes logits, (T, E) for each layer, and a mask of T elements, or None; returns (2 E + 1,), float32 or float64.
-        """
+        """Sum each expert's choices and probabilities, and count unmasked tokens, over layers; (2 E + 1,)."""
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights_T = logits[0].new_ones(logits[0].shape[0], dtype=dtype) if mask is None else mask.flatten().to(dtype)
         chosen_E = probable_E = tokens = weights_T.new_zeros(())
@@ -98,25 +88,18 @@ class RouterLoss:
 
 
 def _parts(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split sums into choices and probabilities of each expert, (E,), and the number of tokens."""
     experts = sums.shape[0] // 2
     return sums[:experts], sums[experts:-1], sums[-1]
 
 
 @dataclass(frozen=True)
 class Routers:
-    """The modules of a model that route tokens; see [Note: noted logits].
-
-    Attributes:
-        places: index of the logits in each module's result, None if they are the result; by the module's name.
-        experts: number of experts.
-    """
+    """The modules that route tokens; `places`: index of the logits in each result, None if they are the result."""
 
     places: Mapping[str, int | None]
     experts: int
 
     def watch(self, model: nn.Module) -> Notes:
-        """Record what the routers of `model` return from now on."""
         notes = Notes()
         for name, module in model.named_modules():
             if name in self.places:
@@ -125,8 +108,6 @@ class Routers:
 
 
 class Notes:
-    """Logits of routers, in the order in which they ran."""
-
     def __init__(self) -> None:
         self._open: list[Tensor] | None = None
 
@@ -141,8 +122,6 @@ class Notes:
             self._open = None
 
     def hook(self, place: int | None) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a forward hook for one router."""
-
         def note(module: nn.Module, args: Any, output: Any) -> None:
             if self._open is not None:
                 self._open.append(output if place is None else output[place])
@@ -151,11 +130,7 @@ class Notes:
 
 
 def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> Routers:
-    """Find the routers of a model, by a `run` on a few unmasked tokens that returns their logits, too.
-
-    Raises:
-        ModelError: its router loss is not ours, or the modules that compute the logits are not found.
-    """
+    """Find the routers of a model, by a `run` on a few unmasked tokens that returns their logits, too."""
     found: dict[int, tuple[str, int | None]] = {}
     # So that no other tensor takes the identity of one that is seen.
     kept: list[Tensor] = []

@@ -1,12 +1,9 @@
 """Loss and statistics of tokens from rows of hidden states, with logits of one chunk of rows at a time.
 
-[Note: by rows] Rows go through the head in chunks. The gradient of the loss is known up to a factor, so gradients of
-hidden states and weights are computed while a chunk's logits are there, and backward only scales them. For other uses,
-and while such gradients still wait for their backward (in a pipeline, many forwards may come first), rows are computed
-once more in backward, chunk by chunk.
-
-In half precision each product is rounded as for whole logits. Only the sum of a weight's gradient over chunks is
-rounded once for each chunk, as that over microbatches is.
+[Note: by rows] The gradient of the loss is known up to a factor, so gradients of hidden states and weights are computed
+while a chunk's logits are there, and backward only scales them. For other uses, and while such gradients still wait for
+their backward (in a pipeline), rows are computed once more in backward. In half precision each product is rounded as
+for whole logits; the sum of a weight's gradient over chunks is rounded once for each chunk.
 
 Shapes: N rows, one for each position of a microbatch, H features each, C of them in a chunk, K ids for each; V entries
 of the vocabulary, L of them on this rank.
@@ -32,13 +29,7 @@ from .token_statistics import WHOLE, Exponentials, Measures, Vocabulary, measure
 
 @dataclass(frozen=True)
 class Projection:
-    """What makes logits of rows.
-
-    Attributes:
-        call: `call(rows_CH, tensors)` returns logits (C, L), each row of which depends on that row alone.
-        is_linear: it is `F.linear(rows_CH, *tensors)`.
-        vocabulary: how the entries of logits are divided over ranks.
-    """
+    """What makes logits (C, L) of rows (C, H), each by itself; `is_linear`: it is `F.linear(rows_CH, *tensors)`."""
 
     call: Callable[[Tensor, Sequence[Tensor]], Tensor]
     is_linear: bool
@@ -47,12 +38,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of hidden states and what makes logits of them.
-
-    Attributes:
-        hidden_NH: contiguous.
-        tensors: further inputs, which may have gradients, such as a head's weight.
-    """
+    """Rows of hidden states, contiguous, and what makes logits of them, with tensors such as a head's weight."""
 
     hidden_NH: Tensor
     tensors: tuple[Tensor, ...]
@@ -80,14 +66,8 @@ def token_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens, with gradients except for "is_top1". Collective if ranks share the vocabulary.
 
-    Args:
-        rows: one for each token.
-        ids_NK: int64, K >= 0 ids for each row, whose log-probabilities are returned; "is_top1" is about the first.
-            `IGNORED_LABEL` for none, which gives 0 and False.
-        chunk_rows: rows whose logits are held at once, at least 1.
-
-    Returns:
-        For each name (N,), float32, or float64 for float64 rows; (N, K) for "log_probs"; bool for "is_top1".
+    `ids_NK` are int64, K >= 0 for each row, `IGNORED_LABEL` for none; "is_top1" is about the first. Returns (N,), or
+    (N, K) for "log_probs", float32 or wider. At most `chunk_rows` rows have logits at a time.
     """
     if not names:
         return {}
@@ -100,13 +80,9 @@ def token_statistics(
 def token_loss(
     rows: Rows, targets_N: Tensor, num_tokens: Tensor, *, chunk_rows: int, waiting: WeakSet[Any] | None = None
 ) -> Tensor:
-    """Sum the cross entropy over unmasked targets [nats], divided by `num_tokens`; scalar. See [Note: by rows].
+    """Sum the cross entropy of `targets_N` [nats], divided by `num_tokens`; scalar. See [Note: by rows].
 
-    Args:
-        rows: one for each target.
-        targets_N: int64, the id that each row predicts; `IGNORED_LABEL` for none.
-        chunk_rows: rows whose logits are held at once, at least 1.
-        waiting: gradients of losses with the same weights that no backward has taken yet; this loss adds its own.
+    `waiting`: gradients of losses with the same weights that no backward has taken yet; this loss adds its own.
     """
     factor = torch.ones((), dtype=_wide(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
     inputs = (rows.hidden_NH, *rows.tensors)
@@ -123,7 +99,6 @@ def token_loss(
 
 
 def _parts(rows: int, chunk_rows: int) -> Iterator[slice]:
-    """Split rows into even parts of at most `chunk_rows`."""
     count = -(-rows // chunk_rows)
     bounds = [index * rows // count for index in range(count + 1)] if count else [0]
     return (slice(start, stop) for start, stop in pairwise(bounds))
@@ -134,12 +109,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Chunk:
-    """The logits of some rows, and a way back to rows and tensors.
-
-    Args:
-        rows_CH: without a gradient.
-        needs: whether gradients of rows, and of each of the tensors, will be asked for.
-    """
+    """The logits of some rows, and a way back to rows and tensors."""
 
     def __init__(self, projection: Projection, rows_CH: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]):
         self.projection, self.needs = projection, needs
@@ -183,18 +153,13 @@ class _Chunk:
 
 
 class Sums:
-    """Gradients of hidden states and tensors, to which chunks add theirs.
-
-    Args:
-        needs: as in `_Chunk`.
-    """
+    """Gradients of hidden states and tensors, to which chunks add theirs."""
 
     def __init__(self, hidden_NH: Tensor, needs: Sequence[bool]) -> None:
         self.hidden_NH = torch.empty_like(hidden_NH) if needs[0] else None
         self._tensors: list[Tensor | None] = [None] * (len(needs) - 1)
 
     def add(self, index: int, gradient: Tensor | None, part: slice) -> None:
-        """Add to the gradient of rows (index 0) or of a tensor (from 1)."""
         if index == 0 and self.hidden_NH is not None:
             self.hidden_NH[part] = 0.0 if gradient is None else gradient
         elif index > 0 and gradient is not None:
@@ -202,7 +167,6 @@ class Sums:
             self._tensors[index - 1] = gradient if before is None else before.add_(gradient)
 
     def add_product(self, left_LC: Tensor, right_CH: Tensor) -> None:
-        """Add a product of matrices to the gradient of the first tensor."""
         before = self._tensors[0]
         self._tensors[0] = left_LC @ right_CH if before is None else before.addmm_(left_LC, right_CH)
 
@@ -262,8 +226,6 @@ class _Loss(torch.autograd.Function):
 
 
 class _Statistics(torch.autograd.Function):
-    """See `token_statistics`; one output for each name."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -42,15 +42,7 @@ WHOLE = Vocabulary()
 
 @dataclass(frozen=True)
 class Measures:
-    """Of each row, over the whole vocabulary; each (C,) unless said, float32, or float64 for float64 logits.
-
-    Attributes:
-        log_sum: logsumexp of the logits.
-        highest: highest logit.
-        chosen: (C, K), the logits of the row's ids, 0 where it has none.
-        expected: mean logit under the distribution; None if it was not asked for.
-        mean: mean logit; likewise.
-    """
+    """Of each row, over the whole vocabulary; (C,), but (C, K) for the logits `chosen` of ids; float32 or float64."""
 
     log_sum: Tensor
     highest: Tensor
@@ -96,13 +88,9 @@ class Exponentials:
         weights: Mapping[TokenStatistic, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the gradient of the sum of weight x statistic over rows with respect to the logits, (C, L).
+        """Return the gradient of the sum of weight x statistic over the logits, (C, L), rounded once to `dtype`.
 
-        It is rounded once, to `dtype`, and takes the memory of the exponentials, which are lost, if that has this
-        dtype.
-
-        Args:
-            weights: of each row, (C,), or (C, K) for "log_probs".
+        It takes the memory of the exponentials, which are lost, if that has this dtype.
         """
         values_CL, none_C = self.values_CL, torch.zeros_like(self.highest_C)
         factor_C = (self.highest_C - measures.log_sum).exp_()
@@ -138,13 +126,7 @@ class Exponentials:
 def measure(
     logits_CL: Tensor, ids_CK: Tensor, vocabulary: Vocabulary, names: Sequence[TokenStatistic]
 ) -> tuple[Measures, Exponentials]:
-    """Measure a chunk of rows. Collective if ranks share the vocabulary.
-
-    Args:
-        logits_CL: floating point, float32 or wider, of this rank's entries; their memory is overwritten.
-        ids_CK: int64, of the whole vocabulary; `IGNORED_LABEL` for none.
-        names: what `Measures.values` will be asked for.
-    """
+    """Measure a chunk of rows; overwrites the logits, float32 or wider. Collective if ranks share the vocabulary."""
     entries = logits_CL.shape[1]
     more = {"mean": logits_CL.sum(-1)} if "mean_logit" in names else {}
     chosen_CK = logits_CL.new_zeros(ids_CK.shape)

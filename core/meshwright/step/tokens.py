@@ -1,8 +1,8 @@
-"""The argument of an objective: the tokens of one microbatch, or the outputs of a model with another head.
+"""The token loss, and the argument of an objective: tokens of a microbatch, or outputs of a model with another head.
 
 [Note: whole sequences] An objective sees whole sequences on every rank. If ranks share a sequence (`cp`), each computes
-statistics at its own positions, and all gather them: one number for each token, little beside hidden states. So
-whatever is computed of a sequence is right; each of those ranks computes the same sum, and counts its part of it.
+statistics at its own positions, and all gather them: one number for each token. So whatever is computed of a sequence
+is right; each of those ranks computes the same sum, and counts its part of it.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position, D documents, V entries of the
 vocabulary.
@@ -15,11 +15,38 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..base.errors import BatchError, ConfigError
 from ..base.types import IGNORED_LABEL, Batch, TokenStatistic
 from .rows import Rows, token_statistics
-from .token_loss import targets
+
+TARGETS = "shift_labels"
+"""Key of a divided batch, in the place of `labels`: the label that each position predicts."""
+
+
+def targets(labels_BS: Tensor) -> Tensor:
+    """Return the label that each position predicts: the next one, and none for the last. int64, (B, S)."""
+    return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def split_targets(batch: Batch) -> tuple[Batch, Tensor]:
+    """Split a microbatch, or a part of one, into the model's inputs and the label of each position, (B, S)."""
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", TARGETS)}
+    return inputs, batch[TARGETS] if TARGETS in batch else targets(batch["labels"])
+
+
+def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Sum the cross entropy over unmasked targets [nats], in float32 or wider. Labels are shifted by one here."""
+    return target_loss_sum(logits_BSV, targets(labels_BS))
+
+
+def target_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Sum the cross entropy as `token_loss_sum` does, given the result of `targets`."""
+    if logits_BSV.dtype in (torch.float16, torch.bfloat16):
+        logits_BSV = logits_BSV.float()
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
 
 Ask = Callable[[Tensor, Sequence[TokenStatistic]], Mapping[str, Tensor]]
 """`ask(ids_BSK, names)`: statistics with gradients, float32 or float64, (B, S) for each name, but (B, S, K) for
@@ -70,9 +97,7 @@ class Sequences:
 class Tokens(Sequences):
     """The tokens of a microbatch; see [Note: whole sequences]. Statistics are computed at first access, and kept.
 
-    Args:
-        ask: computes statistics.
-        usual: names that were asked for before in the same place, which are computed together; new ones are added.
+    `usual`: names that were asked for before, which are computed together; new ones are added.
     """
 
     def __init__(
@@ -89,13 +114,7 @@ class Tokens(Sequences):
 
     @classmethod
     def of_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
-        """Return the tokens of existing logits.
-
-        Args:
-            logits_BSV: floating point.
-            labels_BS: int64, as in the model's input: the shift by one happens here.
-            position_ids: int64, (B, S) or (1, S), if several documents share a row.
-        """
+        """Return the tokens of existing logits; labels as in the model's input: the shift by one happens here."""
         rows = Rows.of_logits(logits_BSV)
 
         def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
@@ -173,12 +192,7 @@ class Outputs(Sequences):
 
 
 class Recorder:
-    """An objective that records statistics of tokens, and is 0.
-
-    Attributes:
-        names: of the statistics.
-        found: by name, (B, S), for each microbatch, in the order in which they were run.
-    """
+    """An objective that records statistics of tokens, and is 0."""
 
     name = "token_stats"
 
@@ -191,7 +205,6 @@ class Recorder:
         self.names, self.found = list(names), []
 
     def check(self, batch: Batch) -> None:
-        """Refuse unknown names, with a BatchError."""
         known = get_args(TokenStatistic)
         for name in self.names:
             if name not in known:

@@ -1,4 +1,4 @@
-"""The contract of strategy managers. Imports no torch.
+"""The contract of strategies: their managers, configs and descriptions. Imports no torch.
 
 [Note: the gradient rule] The loss of a step is the sum of the token losses over all unmasked tokens of the global
 batch, divided by their global count. Each rank computes its own tokens' share of that fraction, and every strategy
@@ -12,14 +12,16 @@ and raised on all ranks with the same text; never on one while its peers wait.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ..base.errors import StrategyError
 from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
+from ..base.validation import FrozenModel
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..mesh.mesh import Mesh
+    from ..mesh.sizes import Degrees
     from ..model.merge import Adapters
     from ..model.weights import Weights
     from ..tensors.pieces import Sharded
@@ -131,8 +134,7 @@ class StrategyManager(ABC):
     @property
     @abstractmethod
     def last_sums(self) -> Mapping[str, Tensor]:
-        """The further sums of the objective in the last `forward_backward` or `eval_loss`, over all microbatches and
-        ranks: float64 scalars by name, equal on all ranks; empty without an objective."""
+        """The further sums of the objective in the last call, over all ranks: float64 scalars by name."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
@@ -200,14 +202,12 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def unshard(self) -> AbstractContextManager[Sequence[nn.Module]]:
-        """Hold the full parameters of `model_parts`, which the context yields, for log-probabilities, generation or
-        comparison."""
+        """Hold the full parameters of `model_parts`, which the context yields, to generate or compare."""
 
     def iter_parameters(
         self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: Adapters = "apart"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all parameters, unsharded, on every rank, in bounded memory, to feed an inference engine;
-        adapters apart or "merged". See `meshwright.model.merge.given_parameters`. Each step is collective, too."""
+        """Iterate over all parameters, unsharded, on every rank; see `meshwright.model.merge.given_parameters`."""
         from ..model.merge import given_parameters
 
         return given_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
@@ -258,3 +258,58 @@ class StrategyManager(ABC):
         Raises:
             StrategyError: the state is not of this model and optimizer; before anything is changed.
         """
+
+
+ROUNDS_ANEW = "rounds anew"
+"""Annotates an option of a config, `Annotated[bool, ROUNDS_ANEW]`, under which the parts that a model computes in
+float32 are rounded in other places. The conformance suite tries it on a model that has no such parts."""
+
+
+class StrategyConfig(FrozenModel):
+    """Base of strategy configs: frozen, unknown fields refused. Third parties may use any pydantic model."""
+
+    reduce_dtype: Literal["float32", "float64"] | None = Field(
+        default=None,
+        description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
+        "gradients' own. float64 under float32 gradients makes the sum independent of its order, so that every "
+        "strategy and world size prints the same losses.",
+    )
+    loss_chunk_rows: int | None = Field(
+        default=None,
+        ge=0,
+        description="Compute the loss for so many positions of a microbatch at a time, so that logits are held for "
+        "these alone. null: half as many as a position has hidden features, at least 512, where logits are large. 0: "
+        "for all at once.",
+    )
+
+
+DistributedConfig = StrategyConfig
+"""The reference's name for the options of any strategy but a pipeline."""
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """A strategy as the registry knows it.
+
+    Attributes:
+        name: lower-case identifier; users choose the strategy by it.
+        summary: one line for `meshwright strategies`.
+        axes: the axes it shards, out of `meshwright.mesh.sizes.CLAIMABLE_AXES`. A degree above 1 on any other axis is
+            an error unless a wrapping strategy claims that axis.
+        config_cls: a pydantic model of its options.
+        build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with `inner:
+            Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
+        aliases: other names for it.
+        wraps: it claims its axes around another strategy, which does the rest.
+        check: `check(config, degrees)` raises a MeshwrightError if the config cannot act on a mesh of these degrees;
+            without torch, since it is called before ranks start.
+    """
+
+    name: str
+    summary: str
+    axes: frozenset[str]
+    config_cls: type[BaseModel]
+    build: Callable[..., StrategyManager]
+    aliases: tuple[str, ...] = ()
+    wraps: bool = False
+    check: Callable[[Any, Degrees], None] | None = None

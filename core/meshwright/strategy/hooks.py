@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..events.step import StepResult
     from ..mesh.mesh import Mesh
     from ..model.layout import ModelLayout
-    from .spec import StrategySpec
+    from .contract import StrategySpec
 
 StyleName: TypeAlias = "str | ParallelStyle"
 """How tensor parallelism shards a module or parameter: the name of a style, or one of torch's."""

@@ -1,11 +1,8 @@
-"""Find plugins, keep the failures of broken ones, and look strategies up by name.
+"""Find plugins, keep the failures of broken ones, and look strategies up by name. Imports no torch.
 
 [Note: isolation] Each entry point of the group `meshwright` is loaded by itself and tried in a plugin manager of its
-own. What fails there (an import error, a misspelt hook, a wrong signature) is kept as a `Failure` and reported when
-strategies are looked up or listed; the other plugins work. If two plugins bring one name, or two strategies claim one
-alias, neither gets it: load order must not decide what trains a model.
-
-Listing strategies imports no torch. Source: pluggy, importlib.metadata.
+own. What fails there is kept as a `Failure` and reported when strategies are looked up or listed. If two plugins bring
+one name, or two strategies claim one alias, neither gets it: load order must not decide what trains a model.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from pydantic import BaseModel
 from ..base.errors import StrategyError, UnknownStrategyError, nearest
 from ..mesh.sizes import CLAIMABLE_AXES
 from . import hooks as hookspecs
-from .spec import StrategySpec
+from .contract import StrategySpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +35,6 @@ BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT
 
 
 def normalized(name: str) -> str:
-    """Return a strategy name as it is compared: in lower case, with '-' as '_'."""
     return name.strip().lower().replace("-", "_")
 
 
@@ -73,12 +69,7 @@ class Failure:
 
 
 class Registry:
-    """Plugins and the strategies they bring.
-
-    Args:
-        plugins: entry points to load; None: those of the installed distributions.
-        builtins: plugins loaded first, by name; no other plugin may replace their strategies.
-    """
+    """Plugins and the strategies they bring; `builtins` are loaded first, and nobody may replace their strategies."""
 
     def __init__(
         self, plugins: Iterable[EntryPoint] | None = None, *, builtins: Mapping[str, EntryPoint] = BUILTINS
@@ -97,11 +88,7 @@ class Registry:
     # -- plugins
 
     def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:
-        """Add a plugin module or object, by its name in errors; an error in it is kept in `failures`.
-
-        Args:
-            strategy: the strategy it should bring, so that looking it up reports why it cannot be used.
-        """
+        """Add a plugin, by its name in errors, and the strategy it should bring; errors are kept in `failures`."""
         reason = _defect_of(plugin, name) or self._clash(plugin, name)
         if reason is not None:
             self._failures.append(Failure(name, reason, strategy))
@@ -111,11 +98,7 @@ class Registry:
 
     @contextmanager
     def observing(self, *observers: Any) -> Iterator[None]:
-        """Register objects that implement hooks for the duration of a with block.
-
-        Raises:
-            StrategyError: an observer is broken.
-        """
+        """Register observers for the duration of a with block; StrategyError if one is broken."""
         for observer in observers:
             reason = _defect_of(observer, type(observer).__name__)
             if self._manager.is_registered(observer):
@@ -142,7 +125,6 @@ class Registry:
         ]
 
     def set_aside(self, failure: Failure) -> None:
-        """Add to `failures`."""
         self._failures.append(failure)
 
     def _load(self, entry_point: EntryPoint) -> None:
@@ -223,7 +205,6 @@ class Registry:
                     yield Failure(self._owners[name], f"its alias {alias!r} is claimed by {others} too", name)
 
     def _claimed_aliases(self) -> dict[str, list[str]]:
-        """Return the names of the usable strategies that claim each alias."""
         claimed: dict[str, list[str]] = {}
         for spec in self.strategies.values():
             for alias in dict.fromkeys(map(normalized, spec.aliases)):
@@ -232,7 +213,6 @@ class Registry:
         return claimed
 
     def _is_name(self, key: str) -> bool:
-        """Return whether a usable or broken strategy has this name, which then wins over aliases."""
         return key in self._specs or any(failure.strategy == key for failure in self._failures)
 
     @property
@@ -250,13 +230,7 @@ class Registry:
         return {name: install_line(name) for name in sorted(installable()) if not self._is_name(name)}
 
     def get(self, name: str) -> StrategySpec:
-        """Look a strategy up by name or alias.
-
-        Raises:
-            StrategyError: a plugin brings it, but it is broken.
-            UnknownStrategyError: no plugin brings it; the text lists what is there and what failed to load, and how to
-                install it if it is one of the project's own.
-        """
+        """Look a strategy up by name or alias; StrategyError if it is broken, UnknownStrategyError if not there."""
         key = normalized(name)
         if key in self._specs:
             return self._specs[key]
@@ -304,11 +278,7 @@ def list_strategies() -> dict[str, StrategySpec]:
 
 
 def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
-    """Describe the structure of an unsharded model: what a plugin says, else what its modules say.
-
-    Args:
-        registry: whose plugins are asked; None: the installed ones.
-    """
+    """Describe the structure of an unsharded model: what a plugin says, else what its modules say."""
     from ..model.layout import layout_by_structure
 
     answer: ModelLayout | None = (registry or get_registry()).hook.model_layout(model=model)
@@ -339,7 +309,6 @@ def _defect_of(plugin: Any, name: str) -> str | None:
 
 
 def _listed(results: list[Any]) -> list[Any]:
-    """Return the specs in what one plugin's `register_strategies` returned."""
     if not results:
         raise TypeError("it returned None, not a list of meshwright.StrategySpec")
     (result,) = results
@@ -349,7 +318,6 @@ def _listed(results: list[Any]) -> list[Any]:
 
 
 def _spec_defects(spec: Any) -> list[str]:
-    """Return what is missing or wrong in a spec, each as a sentence."""
     if not isinstance(spec, StrategySpec):
         return [f"{spec!r} is a {type(spec).__name__}, not a meshwright.StrategySpec"]
     rules: list[tuple[Callable[[], bool], str]] = [

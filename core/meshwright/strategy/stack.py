@@ -1,7 +1,6 @@
-"""Resolve a strategy and sizes to the stack of strategies that together shard every axis.
+"""Resolve a strategy and sizes to the stack of strategies that together shard every axis, such as pipeline over fsdp2.
 
-The named strategy must claim every axis with a degree above 1, or a wrapping strategy must: with `pipeline` installed,
-`fsdp2` at pp_size=2 resolves to pipeline over fsdp2. Core knows no strategy by name.
+The named strategy must claim every axis with a degree above 1, or a wrapping strategy must. Core knows none by name.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from ..base.errors import ConfigError, MeshError, ReplicateSizeError, nearest
 from ..base.validation import as_config
 from ..files.terminal import warn
 from ..mesh.sizes import Degrees, MeshSizes
-from .contract import StrategyManager
+from .contract import StrategyManager, StrategySpec
 from .registry import Registry, get_registry, normalized
-from .spec import StrategySpec
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """A strategy with its validated config."""
-
     spec: StrategySpec
     config: BaseModel
 
@@ -43,15 +39,10 @@ class Stack:
 
     @property
     def claims(self) -> frozenset[str]:
-        """All axes that the stack shards."""
         return self.inner.spec.axes.union(*(layer.spec.axes for layer in self.wrappers))
 
     def build(self, mesh: Mesh) -> StrategyManager:
-        """Make the manager that runs the whole stack on `mesh`.
-
-        Raises:
-            MeshError: an axis of the mesh with a degree above 1 is not claimed by the stack.
-        """
+        """Make the manager that runs the whole stack on `mesh`."""
         unclaimed = [axis for axis in mesh.degrees.above_one() if axis not in self.claims]
         if unclaimed:
             raise MeshError(f"{self} does not shard {', '.join(unclaimed)}, but the mesh is {mesh.degrees}.")
@@ -79,11 +70,7 @@ def _wrapped(layer: Layer, inner: Any) -> Any:
 
 
 def strategy_of(config: Any, registry: Registry | None = None) -> str:
-    """Return the strategy that takes a config, by the config's class or by one whose values its class takes.
-
-    Raises:
-        ConfigError: no installed strategy takes it, or several do.
-    """
+    """Return the strategy that takes a config, by the config's class or by one whose values its class takes."""
     specs = (registry or get_registry()).strategies.values()
     own, *bases = type(config).__mro__
     # The nearest base comes last, since a strategy without options may take the base of all configs.
@@ -116,17 +103,13 @@ def resolve(
     Args:
         strategy: name or alias; None: the one that takes `config`, see `strategy_of`. A wrapping strategy named here
             wraps `single`.
-        sizes: what the user asks for.
-        world_size: number of ranks.
         config: options of the named strategy, as a mapping or as its config class.
         wrapper_config: options of wrapping strategies, by name.
         registry: where strategies are looked up; None: the installed plugins.
 
     Raises:
-        StrategyError: the strategy is not installed or broken.
-        ConfigError: a config does not fit its strategy.
+        StrategyError, ConfigError: the strategy is not installed or broken, or a config does not fit it.
         MeshError: the sizes do not fill the world, or nothing claims an axis; says what could shard it.
-        ReplicateSizeError: the same, of `dp_replicate_size` for a strategy that does not take it.
     """
     registry = registry or get_registry()
     named = registry.get(strategy_of(config, registry) if strategy is None else strategy)
@@ -176,7 +159,6 @@ _DATA_PARALLEL = {"dp_replicate", "dp_shard"}
 
 
 def _degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
-    """Return the degree of every axis under the claims of a stack; raises MeshError as `resolve` does."""
     takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.wraps)
     if sizes.ep_size > 1 and "ep" not in stack.claims and not takes_experts:
         # Before it is asked whether ep_size divides an axis that the stack does not shard either.
@@ -192,7 +174,6 @@ def _layer(spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, whe
 def _wrap_for(
     axis: str, stack: Stack, values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
 ) -> Stack:
-    """Put the one installed wrapping strategy that claims `axis` around the stack."""
     candidates = [spec for spec in registry.strategies.values() if spec.wraps and axis in spec.axes]
     if len(candidates) > 1:
         names = ", ".join(spec.name for spec in candidates)

@@ -22,8 +22,8 @@ from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..mesh.sizes import CLAIMABLE_AXES, Degrees, MeshSizes
 from ..optim.config import OptimizerConfig, ScheduleConfig
+from ..strategy.contract import ROUNDS_ANEW, StrategySpec
 from ..strategy.registry import get_strategy
-from ..strategy.spec import ROUNDS_ANEW, StrategySpec
 from ..strategy.stack import resolve
 from .case import Case
 from .cells import Cell, Kind, register

@@ -22,8 +22,7 @@ from ..checkpoint import load_checkpoint, save_checkpoint
 from ..launch.open_world import open_world
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
-from ..optim.build import optimizer_factory
-from ..optim.schedules import build_scheduler
+from ..optim.build import build_scheduler, optimizer_factory
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
 from ..strategy.stack import resolve

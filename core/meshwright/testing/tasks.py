@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from ..base.errors import MeshwrightError
 from ..base.types import IGNORED_LABEL, Batch
 from ..checkpoint import load_checkpoint, save_checkpoint
+from ..optim.build import build_scheduler
 from ..optim.config import ScheduleConfig
-from ..optim.schedules import build_scheduler
 from ..step.agreement import count_tokens
 from ..step.tokens import Tokens
 from ..strategy.contract import StrategyManager

@@ -22,8 +22,7 @@ from ..base.errors import MeshError, ModelError
 from ..base.validation import validated
 from ..files.terminal import warn
 from ..launch.open_world import open_world
-from ..mesh.given_mesh import as_mesh, degrees_of
-from ..mesh.mesh import Mesh
+from ..mesh.mesh import Mesh, as_mesh, degrees_of
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World
 from ..model.adapter_base import Base, fingerprint_of

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import meshwright_fsdp2
 from meshwright import MeshwrightError, OptimizerConfig
 from meshwright.model import drawn_weights as deferred
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.case import global_batch, share
 from meshwright.testing.models import tiny_model

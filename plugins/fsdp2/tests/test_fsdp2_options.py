@@ -16,7 +16,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from meshwright import BatchError, Mesh, MeshError, MeshSizes, OptimizerConfig, StrategyError, count_tokens, open_world
 from meshwright.model.layout import layout_by_structure
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright import OptimizerConfig, StrategyError, count_tokens
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import case_model

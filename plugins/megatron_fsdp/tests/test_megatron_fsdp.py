@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
 from meshwright.optim.build import optimizer_factory
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
 from meshwright.testing.cells import Cell

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer as Block
 
 from meshwright import RankError
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
 from meshwright.base.errors import NotFiniteError
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import pool
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.tracing.collectives import measure_collectives

@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 
 from ...base.version import __version__
 from ...launch.open_world import open_world
-from ...mesh.gloo_threads import settle
-from ...mesh.world import World
+from ...mesh.world import World, settle
 from .directory import workplace
 from .finding import Finding, failed
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.errors import MeshwrightError
 from ...mesh.sizes import ROOT_AXES, Degrees
-from ...optim.schedules import build_scheduler
+from ...optim.build import build_scheduler
 from ...plan.comparison import plan_of
 from ...plan.job import job_of
 from ...plan.trace import Job

@@ -30,7 +30,7 @@ from ...base.errors import BatchError, ModelError
 from ...base.types import Batch
 from ...model.layout import ModelLayout
 from ...step.axis import Axis, Trial
-from ...step.token_loss import TARGETS, targets
+from ...step.tokens import TARGETS, targets
 from .attention import MaskFunction, PositionMask, attend
 from .positions import Share, Way, joined_positions, of_last_tokens
 from .probe import Finding, Observer, find_defect, numbered, real_tokens

@@ -21,7 +21,7 @@ from ..._compat.peft import wrapped
 from ..._compat.peft_tying import TransposedFactor
 from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
-from ...step.deferred_logits import DeferredLogits
+from ...step.lm_head import DeferredLogits
 from .collectives import Copy, Gather, Reduce, ReduceScatter, ShardedVocabulary, Split, chunk_sizes
 
 Forward: TypeAlias = Callable[..., Any]

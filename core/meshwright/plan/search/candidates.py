@@ -30,8 +30,8 @@ from ...base.validation import as_data, validated
 from ...data.order import check_batch_size
 from ...mesh.sizes import ROOT_AXES, Degrees, MeshSizes
 from ...model.size import ModelSize
+from ...strategy.contract import StrategySpec
 from ...strategy.registry import get_registry
-from ...strategy.spec import StrategySpec
 from ...strategy.stack import Stack, resolve
 from ..device import Device
 

@@ -13,8 +13,7 @@ from ...base.types import Batch, OptimizerFactory
 from ...checkpoint import load_checkpoint
 from ...data import Feed, Place, eval_microbatches
 from ...mesh.sizes import Degrees
-from ...optim.build import optimizer_factory
-from ...optim.schedules import build_scheduler, set_schedule
+from ...optim.build import build_scheduler, optimizer_factory, set_schedule
 from ...strategy.contract import StrategyManager
 from ..loop.ema import EMA
 from ..loop.options import Loop

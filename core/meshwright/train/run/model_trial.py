@@ -31,7 +31,7 @@ from ...model.size import ModelSize, check_elements, model_size
 from ...optim.config import OptimizerConfig
 from ...optim.groups import check_model
 from ...step.forward_options import forward_options
-from ...step.token_loss import split_targets
+from ...step.tokens import split_targets
 from ...strategy.registry import model_layout
 from .apart import check_kept_apart
 

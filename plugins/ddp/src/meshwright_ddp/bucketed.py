@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import ModelError
-from meshwright.manager.ending import Findings
+from meshwright.manager.gradients import Findings
 from meshwright.manager.start import check_reduce_dtype
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.weight_gradients import WeightGradients

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from meshwright.base.errors import StrategyError, nearest
 from meshwright.files.versions import warn_deprecated
 from meshwright.model.activation_options import ActivationCheckpointing, activation_field
-from meshwright.strategy.spec import StrategyConfig
+from meshwright.strategy.contract import StrategyConfig
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

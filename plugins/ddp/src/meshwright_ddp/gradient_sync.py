@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, NotFiniteError, StrategyError, TrainingError
 from meshwright.files.terminal import warn
-from meshwright.manager.ending import Findings
+from meshwright.manager.gradients import Findings
 from meshwright.mesh.world import World
 
 from .buckets import Bucket, Slot

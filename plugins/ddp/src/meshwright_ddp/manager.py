@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from meshwright.base.types import Batch, OptimizerFactory
 from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.ending import Findings
-from meshwright.manager.gradients import Gradients
-from meshwright.mesh.given_mesh import as_mesh
-from meshwright.mesh.mesh import Mesh
+from meshwright.manager.gradients import Findings, Gradients
+from meshwright.mesh.mesh import Mesh, as_mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
@@ -36,7 +34,7 @@ class DDPManager(DataParallelManager):
 
     Args:
         config: options, or a mapping of them; the reference's class alone means the bucketed engine.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.as_mesh`.
 
     Raises:
         MeshError: a DeviceMesh that is not understood, or another backend than the config says.

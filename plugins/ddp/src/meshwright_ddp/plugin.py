@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.base.errors import StrategyError
-from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.contract import StrategyManager, StrategySpec
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.spec import StrategySpec
 
 from .config import AXES, DDPConfig
 

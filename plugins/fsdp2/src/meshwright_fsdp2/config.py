@@ -12,7 +12,7 @@ from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.files.class_paths import check_import
 from meshwright.files.terminal import warn
 from meshwright.model.activation_options import ActivationCheckpointing, activation_field
-from meshwright.strategy.spec import ROUNDS_ANEW, StrategyConfig
+from meshwright.strategy.contract import ROUNDS_ANEW, StrategyConfig
 
 if TYPE_CHECKING:
     from meshwright.mesh.sizes import Degrees

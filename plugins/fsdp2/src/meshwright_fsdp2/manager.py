@@ -21,10 +21,9 @@ from meshwright.base.errors import MeshError, StrategyError
 from meshwright.base.types import Batch, OptimizerFactory
 from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.ending import Findings
+from meshwright.manager.gradients import Findings
 from meshwright.manager.start import tell_idle_options
-from meshwright.mesh.given_mesh import as_mesh
-from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.mesh import Mesh, as_mesh
 from meshwright.model.activation_options import ActivationOptions, needs_equal_operators, told
 from meshwright.model.compile import compile_blocks
 from meshwright.model.recompute import checkpoint_blocks
@@ -48,7 +47,7 @@ class FSDP2Manager(DataParallelManager):
 
     Args:
         config: options, or a mapping of them.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.as_mesh`.
         moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.model.activation_options import ActivationCheckpointing, activation_field
-from meshwright.strategy.spec import StrategyConfig
+from meshwright.strategy.contract import StrategyConfig
 
 if TYPE_CHECKING:
     from meshwright.mesh.sizes import Degrees

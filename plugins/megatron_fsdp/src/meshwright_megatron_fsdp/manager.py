@@ -18,16 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.base.allocator import uses_expandable_segments
 from meshwright.base.errors import MeshError, ModelError, StrategyError
+from meshwright.base.processes import uses_expandable_segments
 from meshwright.base.types import OptimizerFactory
 from meshwright.base.validation import as_config
 from meshwright.files.terminal import warn
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.ending import Findings
+from meshwright.manager.gradients import Findings
 from meshwright.manager.start import tell_idle_options
-from meshwright.mesh.given_mesh import as_mesh
-from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.mesh import Mesh, as_mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.model.weights import is_meta
 from meshwright.parallel.context import ContextParallel
@@ -60,7 +59,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     Args:
         config: options, or a mapping of them.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.as_mesh`.
         moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
 
     Raises:

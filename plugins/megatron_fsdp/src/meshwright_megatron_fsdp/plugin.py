@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.base.errors import StrategyError
+from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.spec import StrategySpec
 
 from .config import AXES, MegatronFSDPConfig
 

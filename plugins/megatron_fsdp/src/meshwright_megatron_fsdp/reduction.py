@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import MeshwrightError, NotFiniteError, StrategyError
-from meshwright.manager.ending import Findings
+from meshwright.manager.gradients import Findings
 from meshwright.mesh.mesh import Mesh
 
 from ._compat.wrapped import (

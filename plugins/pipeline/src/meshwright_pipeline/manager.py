@@ -19,17 +19,15 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.types import Batch, Objective, TokenStatistic
 from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.ending import Ending
+from meshwright.manager.gradients import Ending
 from meshwright.manager.start import check_new, check_nothing_pending, check_trainable, require_model
 from meshwright.manager.steps import Steps
-from meshwright.mesh.given_mesh import as_mesh
-from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.mesh import Mesh, as_mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.merge import merging_of
 from meshwright.model.ties import note_ties
 from meshwright.model.weights import Weights
-from meshwright.step.agreement import agree, announce, frozen_share
-from meshwright.step.batch import Terms
+from meshwright.step.agreement import Terms, agree, announce, frozen_share
 from meshwright.step.forward_options import forward_takes
 from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
 from meshwright.step.tokens import Recorder
@@ -55,7 +53,7 @@ class PipelineManager(StatefulStages):
     Args:
         config: options, or a mapping of them.
         device_mesh: of all ranks; a `meshwright.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
-            `meshwright.mesh.given_mesh.as_mesh`.
+            `meshwright.mesh.mesh.as_mesh`.
         inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
     Raises:

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel, as_config, validated
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.strategy.spec import StrategySpec
+from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.stack import strategy_of
 from meshwright.train.run.run_file import load_run
 

@@ -23,7 +23,7 @@ from meshwright.base.types import Batch
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.layout import ModelLayout
 from meshwright.model.weights import Weights, is_meta, set_tensor
-from meshwright.step.rope_length import without_history
+from meshwright.step.forward_options import without_history
 
 from .boundary import Boundary, Crossing, Path, dims_of, hidden_path, tensors_in
 

@@ -33,8 +33,7 @@ from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
 from meshwright.step.objective import Given, Tally
 from meshwright.step.router_loss import Notes, RouterLoss, Routers
-from meshwright.step.token_loss import split_targets
-from meshwright.step.tokens import Outputs, Tokens
+from meshwright.step.tokens import Outputs, Tokens, split_targets
 
 from ..cut.boundary import Boundary, Crossing, Cut
 from ..cut.stage_model import enter_stage

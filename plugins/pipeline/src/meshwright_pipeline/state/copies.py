@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.ending import Findings
+from meshwright.manager.gradients import Findings
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.layout import in_order
 from meshwright.tensors.norms import joined_norm

@@ -1,19 +1,19 @@
 """The head of a model, asked for the loss or statistics of its tokens instead of their logits.
 
-[Note: within the forward] What is asked for is computed at the end of the model's own forward, where the head's
-parameters are gathered and in place, whatever a strategy does to them before and after. The model returns the answer in
-place of its logits.
+[Note: deferred logits] The head returns `DeferredLogits`. What the model does to them (scaling, a soft cap, a cast) is
+recorded and applied to the logits of each row later, if it treats every entry alike; all else is refused. What is asked
+for is computed at the end of the model's forward, where the head's parameters are gathered, in the logits' place.
 
 [Note: the way out] Strategies cast what the model's forward returns, and look for its tensors in backward. So the
-forward returns an anchor, a scalar that leads to the answer in the graph; the answer and its gradient bypass it in
-their own dtype.
+forward returns an anchor, a scalar that leads to the answer in the graph; the answer and its gradient bypass it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -22,24 +22,109 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat.torch import own_parameters
+from ..base.errors import ModelError
 from ..model.forward_order import ForwardMethod, Layer, put_around
-from .deferred_logits import DeferredLogits, RowsError, Source
 from .rows import Projection, Rows
+from .token_statistics import WHOLE, Vocabulary
+
+_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous"})
+_ENTRYWISE = _CASTS | {"mul", "rmul", "div", "truediv", "true_divide", "add", "radd", "sub", "neg", "tanh"}
+_QUESTIONS = frozenset(
+    {"__get__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_contiguous"}
+)
+_VALUES = (bool, int, float, type(None), torch.dtype, torch.memory_format)
+
+
+class RowsError(ModelError):
+    """The logits of a model cannot be computed row by row."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What makes logits: the hidden states (..., H), the head, and the steps after it; casts may lose nothing."""
+
+    hidden: Tensor
+    run: Callable[[Tensor], Tensor]
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    only_casts: bool = True
+    vocabulary: Vocabulary = WHOLE
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.run(hidden)
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+
+class DeferredLogits(Tensor):
+    """See the module. Has a shape and a dtype, and reports the device of the hidden states."""
+
+    source: Source
+
+    @staticmethod
+    def of(source: Source, features: int, dtype: torch.dtype) -> DeferredLogits:
+        shape = (*source.hidden.shape[:-1], features)
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredLogits)
+        made.source = source
+        return made
+
+    def divided(self, vocabulary: Vocabulary) -> DeferredLogits:
+        """Return the same as a part of a vocabulary that ranks share."""
+        return DeferredLogits.of(replace(self.source, vocabulary=vocabulary), self.shape[-1], self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        name = func.__name__
+        if func == Tensor.device.__get__:
+            return args[0].source.hidden.device
+        if name in _QUESTIONS:
+            answer = super().__torch_function__(func, types, tuple(args), options)
+            if not isinstance(answer, Tensor):
+                return answer
+        if name == "view_as" and all(each is args[0] for each in args):
+            # By which strategies tell what a module gives from what it was given.
+            return args[0]
+        places = [index for index, each in enumerate(args) if isinstance(each, DeferredLogits)]
+        rest = [each for index, each in enumerate(args) if index not in places] + list(options.values())
+        operation = name.removeprefix("__").removesuffix("__")
+        if operation not in _ENTRYWISE or len(places) != 1 or not all(map(_is_one_for_all, rest)):
+            raise RowsError(f"what {name} makes of its logits is not known row by row")
+        return _after(func, list(args), places[0], options, loses_nothing=operation in _CASTS)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"DeferredLogits({tuple(self.shape)}, {self.dtype})"
+
+
+def _is_one_for_all(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.requires_grad
+    return isinstance(value, _VALUES)
+
+
+def _after(func: Any, args: list[Any], place: int, options: dict[str, Any], *, loses_nothing: bool) -> DeferredLogits:
+    before: DeferredLogits = args[place]
+
+    def step(logits: Tensor) -> Tensor:
+        made: Tensor = func(*args[:place], logits, *args[place + 1 :], **options)
+        return made
+
+    # One entry tells the dtype.
+    dtype = step(torch.zeros((1, 1), dtype=before.dtype, device=before.source.hidden.device)).dtype
+    loses_nothing = loses_nothing and torch.promote_types(dtype, before.dtype) == dtype
+    args[place] = None
+    steps, only_casts = (*before.source.steps, step), before.source.only_casts and loses_nothing
+    source = replace(before.source, steps=steps, only_casts=only_casts)
+    return DeferredLogits.of(source, before.shape[-1], dtype)
+
 
 Consume = Callable[[DeferredLogits], Tensor]
 
 
 class RowHead:
-    """The head of one model; see the module.
-
-    Args:
-        model: unsharded. Its forward and the head's are wrapped; the wrappers do nothing outside of `ask`.
-        name: of the head.
-
-    Attributes:
-        entries: of the whole vocabulary; None: unknown.
-        waiting: argument of `token_loss`.
-    """
+    """The head of one unsharded model; `entries` of the whole vocabulary, `waiting` as in `token_loss`."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name, self._head = name, model.get_submodule(name)
@@ -57,11 +142,7 @@ class RowHead:
         return None if self._answer is None else self._answer[0]
 
     def ask(self, run: Callable[[], Any], consume: Consume) -> tuple[Tensor, Any]:
-        """Run the sharded model, whose head must have run before, and consume its deferred logits within its forward.
-
-        Returns the result of `consume`, with its gradient, and that of `run`. RowsError if the logits are not computed
-        row by row.
-        """
+        """Run the sharded model and consume its deferred logits in its forward; return the result and the outputs."""
         crossing = _Crossing()
         self._consume = lambda logits: _Leave.apply(consume(logits), crossing)
         try:
@@ -127,7 +208,6 @@ class RowHead:
 
 @contextmanager
 def _placed(slots: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put tensors in the places of parameters, as in the model's forward."""
     before = [own_parameters(module)[name] for module, name in slots]
     for (module, name), tensor in zip(slots, tensors, strict=True):
         own_parameters(module)[name] = tensor
