@@ -20,7 +20,7 @@ import torch
 from common import llama, origin
 from transformers import AutoModelForCausalLM
 
-from meshwright.model.build import new_model_on_meta
+from meshwright.model.pretrained import new_model_on_meta
 
 LARGER = {"8B": 8.03e9, "70B": 70.6e9}
 

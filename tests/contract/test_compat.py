@@ -20,12 +20,12 @@ import meshwright_ddp._compat
 import meshwright_fsdp2._compat
 from meshwright import Mesh, MeshSizes, StrategyError, open_world
 from meshwright._compat import torch_versions
-from meshwright._compat.arithmetic import arithmetic
 from meshwright._compat.planning import Fakes, handed_on, in_backward, is_asking_for_shapes
 from meshwright._compat.torch import (
     GLOO_THREAD,
     TorchDispatchMode,
     after_backward,
+    arithmetic,
     draws_random_numbers,
     gather_packed,
     group_timeout,

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from support.tiers import mostly_slow
 
-from meshwright._compat import model_types
-from meshwright._compat.model_types import model_types as known_types
+from meshwright._compat import transformers as model_types
+from meshwright._compat.transformers import model_types as known_types
 
 RUN: dict[str, Any] = {
     "strategy": "fsdp2",
@@ -25,7 +25,7 @@ RUN: dict[str, Any] = {
     "device": "cpu",
 }
 HEAVY = ("torch", "transformers")
-TRAINS = ("transformers.modeling_utils", "peft", "meshwright.mesh.world", "meshwright.model.build")
+TRAINS = ("transformers.modeling_utils", "peft", "meshwright.mesh.world", "meshwright.model.pretrained")
 """Of what a plan or a run imports."""
 
 
@@ -63,7 +63,7 @@ def _said(directory: Path, *line: str) -> tuple[str, set[str]]:
 def test_model_types_are_read_as_transformers_has_them(monkeypatch):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    assert set(model_types._read()) == set(CONFIG_MAPPING.keys())
+    assert set(model_types._read_types()) == set(CONFIG_MAPPING.keys())
     # Types of the user's own are known once they are registered.
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "of_the_user", object)
     assert "of_the_user" in known_types()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.measures import measure_memory
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,12 +27,13 @@ from meshwright.model.layout import layout_by_structure
 from meshwright.model.offload import OffloadedBlocks
 from meshwright.model.operators import COMMUNICATION
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, pool
+from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import case_model, case_vocab
+from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, full_weights, train_steps
-from meshwright.tracing.observe import Observer
 from meshwright.train.run.run_file import OptimizerConfig
 
 LARGE = 1e3
@@ -136,7 +137,7 @@ def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[i
     return memory.after.other, losses[0].detach()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "falcon", "rwkv"])
+@pytest.mark.parametrize("model_type", mostly_slow(["llama", "gemma2", "mixtral", "falcon", "rwkv"]))
 def test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit(model_type: str) -> None:
     plain, blocks, run = _measured(model_type)
     blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
@@ -361,7 +362,7 @@ RANKS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "case", "wrapper"), RANKS)
+@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "case", "wrapper"), mostly_slow(RANKS))
 def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
     strategy: str, ranks: int, config: Any, sizes: Any, case: Case, wrapper: Any
 ) -> None:
@@ -399,6 +400,7 @@ def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool]:
     return held(alone.made[0]), held(manager.activations.choices), found == losses and _same(weights, moved)
 
 
+@pytest.mark.slow
 def test_ranks_send_again_what_one_of_them_cannot_hold() -> None:
     found = pool(2).run(_agreed, Case("mixtral", shares=(8, 4)), 0.1)
     (alone, agreed, same), (others, others_agreed, others_same) = found
@@ -454,14 +456,16 @@ def _offloaded(
 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes", "case", "wrapper"),
-    [
-        ("fsdp2", {"reshard_after_forward": True}, {}, Case(), None),
-        ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}, Case(), None),
-        ("fsdp2", {"cp_attention": "ulysses"}, {"cp_size": 2}, Case(), None),
-        ("megatron_fsdp", {}, {}, Case(), None),
-        ("ddp", {}, {}, Case("gemma2"), None),
-        ("fsdp2", {}, {"pp_size": 2}, Case(layers=4), {"pipeline": {"pp_schedule": "interleaved_zero_bubble"}}),
-    ],
+    mostly_slow(
+        [
+            ("fsdp2", {"reshard_after_forward": True}, {}, Case(), None),
+            ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}, Case(), None),
+            ("fsdp2", {"cp_attention": "ulysses"}, {"cp_size": 2}, Case(), None),
+            ("megatron_fsdp", {}, {}, Case(), None),
+            ("ddp", {}, {}, Case("gemma2"), None),
+            ("fsdp2", {}, {"pp_size": 2}, Case(layers=4), {"pipeline": {"pp_schedule": "interleaved_zero_bubble"}}),
+        ]
+    ),
     ids=["fsdp2", "tp", "cp", "megatron_fsdp", "ddp", "pipeline"],
 )
 def test_ranks_train_bit_for_bit_with_activations_in_host_memory(
@@ -484,6 +488,7 @@ def _moved_of_experts() -> tuple[int, int]:
     return parts[0].bytes_out, sum(each.whole + profiles[-1].inputs for each in profiles)
 
 
+@pytest.mark.slow
 def test_parameters_that_come_within_a_block_do_not_go_to_host_memory() -> None:
     for moved, activations in pool(2).run(_moved_of_experts):
         assert moved == activations

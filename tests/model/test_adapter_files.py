@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support import doors
+from support.tiers import mostly_slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -25,7 +26,7 @@ from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.cli import main as cli
-from meshwright.model.adapter_base import BASE_FILE, fingerprint_of
+from meshwright.model.adapter import BASE_FILE, fingerprint_of
 from meshwright.model.merge import Merging
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model
@@ -126,7 +127,7 @@ def size_of(checkpoint: Path) -> int:
     return sum(path.stat().st_size for path in checkpoint.glob("tensors-*.bin"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS))
 def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
     layout: str, bases: Path, tmp_path: Path
 ) -> None:
@@ -153,8 +154,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
     assert losses == pytest.approx(same, abs=1e-6)
 
 
-@pytest.mark.parametrize("tied", ["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", mostly_slow(["untied", "tied"]))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS))
 def test_peft_loads_what_was_trained_and_merged_models_compute_it(
     kind: str, tied: str, bases: Path, tmp_path: Path
 ) -> None:
@@ -182,6 +183,7 @@ def test_peft_loads_what_was_trained_and_merged_models_compute_it(
         assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["tied copies by head", "tied factors"])
 def test_every_strategy_exports_tied_adapters_and_goes_on_from_them(
@@ -199,6 +201,7 @@ def test_every_strategy_exports_tied_adapters_and_goes_on_from_them(
         assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", ["untied", "tied"])
 def test_single_tokens_that_are_trained_are_merged(tied: str, bases: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(bases / tied)
@@ -220,6 +223,7 @@ def test_single_tokens_that_are_trained_are_merged(tied: str, bases: Path, tmp_p
     assert all(torch.equal(value, merged[name]) for name, value in given.items())
 
 
+@pytest.mark.slow
 def test_experts_are_adapted_saved_and_merged(bases: Path, tmp_path: Path) -> None:
     peft = {"type": "lora", "r": 2, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
     _, weights, _ = train("", bases / "experts", peft, 2, tmp_path)
@@ -231,6 +235,7 @@ def test_experts_are_adapted_saved_and_merged(bases: Path, tmp_path: Path) -> No
     assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_base_in_bfloat16_has_an_adapter_in_float32(bases: Path, tmp_path: Path) -> None:
     _, weights, _ = train("fsdp2", bases / "untied", {**LORA, "base_dtype": "bfloat16"}, 2, tmp_path)
     dtypes = {"lora_" in name: value.dtype for name, value in weights.items()}
@@ -294,6 +299,7 @@ def test_the_base_of_a_checkpoint_is_shown(bases: Path, trained: Path) -> None:
     assert f"adapters over {bases / 'untied'}" in done.output
 
 
+@pytest.mark.slow
 def test_a_base_that_has_moved_is_the_same(bases: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(bases / "untied", tmp_path / "moved")
     train("", tmp_path / "moved", LORA, 1, source=str(trained / "checkpoint"))
@@ -308,6 +314,7 @@ def test_a_base_that_has_moved_is_the_same(bases: Path, trained: Path, tmp_path:
     assert fingerprint_of(tmp_path / "changed") != fingerprint_of(bases / "untied")
 
 
+@pytest.mark.slow
 def test_what_is_trained_beside_adapters_is_not_lost(bases: Path, tmp_path: Path) -> None:
     pool(1).run(_train_norm_too, str(bases / "untied"), str(tmp_path))
     with pytest.raises(mw.CheckpointError, match=r"has no place for: base_model\.model\.model\.norm\.weight"):
@@ -338,6 +345,7 @@ def _from_config(root: str) -> tuple[int, dict[str, Tensor]]:
     return sum(p.nbytes for part in manager.model_parts for p in part.parameters()), base
 
 
+@pytest.mark.slow
 def test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or_merged(tmp_path: Path) -> None:
     held, untrained = pool(1).run(_from_config, str(tmp_path))[0]
     assert size_of(tmp_path / "checkpoint") >= held

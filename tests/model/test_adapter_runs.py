@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.cli import main as cli
-from meshwright.model.adapter_base import read_base
+from meshwright.model.adapter import read_base
 from meshwright.testing import pool
 from meshwright.train.run.preflight import plan_run
 from meshwright.train.run.run_file import load_run
@@ -118,6 +118,7 @@ def test_an_adapter_needs_a_base_that_everybody_can_load(place: Path, adapter: P
     assert "holds an adapter, not a whole model" in text
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_is_what_its_own_files_say(place: Path, adapter: Path, tmp_path: Path) -> None:
     saved = str(adapter / "model")
     assert "is in conflict with the adapter" in refused(place, tmp_path, {"peft": {"adapter": saved, "r": 8}})
@@ -150,6 +151,7 @@ def test_without_peft_the_way_to_install_it_is_told(place: Path, tmp_path: Path,
     assert "pip install -e '.[peft]'" in refused(place, tmp_path, {"peft": PEFT})
 
 
+@pytest.mark.slow
 def test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh(
     place: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh(
     assert "holds adapters of another base" in refused(place, tmp_path, other, resume=str(first))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_saved_adapter(place: Path, adapter: Path, tmp_path: Path) -> None:
     model = {"peft": {"adapter": str(adapter / "model"), "base_dtype": "bfloat16"}}
     path = run_file(place, tmp_path, model, strategy="fsdp2", nproc=2, checkpoint={"every": 2})
@@ -200,6 +203,7 @@ def test_a_run_begins_with_a_saved_adapter(place: Path, adapter: Path, tmp_path:
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_keeps_all_files_of_its_tokenizer(adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter / "model", tmp_path / "adapter")
     own = {"chat_template.jinja": "plain", "additional_chat_templates/tool_use.jinja": "with tools"}
@@ -218,6 +222,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.slow
 def test_the_tokenizer_that_is_written_has_the_chat_template_of_the_run(place: Path, tmp_path: Path) -> None:
     talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(40)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))

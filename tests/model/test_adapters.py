@@ -26,8 +26,9 @@ from support.adapter_cases import (
     opened,
     write_base,
 )
+from support.tiers import mostly_slow
 
-from meshwright._compat.peft_tying import tie_adapters
+from meshwright._compat.peft import tie_adapters
 from meshwright.base.errors import ModelError
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import Case, pool
@@ -64,11 +65,12 @@ def _assert_parity(adapter: str, layout: str, *, tied: bool = False) -> None:
     assert found.worst <= EXACT, found
 
 
-@pytest.mark.parametrize(("adapter", "layout"), DAILY, ids=lambda each: each.replace(" ", "_"))
+@pytest.mark.parametrize(("adapter", "layout"), mostly_slow(DAILY), ids=lambda each: each.replace(" ", "_"))
 def test_adapters_train_as_in_one_process(adapter: str, layout: str) -> None:
     _assert_parity(adapter, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "layout"),
     [
@@ -116,6 +118,7 @@ def test_every_adapter_trains_in_every_layout_as_in_one_process(adapter: str, la
     _assert_parity(adapter, layout, tied=tied)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_shards_adapters_with_their_layers() -> None:
     (found, _) = pool(2).run(divisions, "fsdp2", {}, {"tp_size": 2}, adapter_case("all-linear"))
     block = {name.partition("layers.0.")[2]: value for name, value in found.items() if "layers.0." in name}
@@ -124,6 +127,7 @@ def test_tensor_parallelism_shards_adapters_with_their_layers() -> None:
     assert block["self_attn.q_proj.lora_A.default.weight"] == block["self_attn.o_proj.lora_B.default.weight"] == "R"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_before_a_divided_adapter_falls_as_in_one_process(sequence_parallel: bool) -> None:
     options = R | {"target_modules": "all-linear", "lora_dropout": 0.5}
@@ -136,7 +140,9 @@ def test_dropout_before_a_divided_adapter_falls_as_in_one_process(sequence_paral
     assert pool(1).run(losses_with_dropout, "single", {}, {}, plain)[0] != pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize(("strategy", "config"), [("ddp", {}), ("fsdp2", {}), ("ddp", {"engine": "bucketed"})])
+@pytest.mark.parametrize(
+    ("strategy", "config"), mostly_slow([("ddp", {}), ("fsdp2", {}), ("ddp", {"engine": "bucketed"})])
+)
 def test_frozen_parameters_have_no_gradients_and_send_none(strategy: str, config: dict[str, Any]) -> None:
     case = Case(adapter=ADAPTERS["all-linear"][1], sequences=4)
     for summed, _, held, whole in pool(2).run(bytes_of_step, strategy, config, {}, case):
@@ -157,7 +163,9 @@ def _assert_merged(adapter: str, layout: str, *, tied: bool = False) -> None:
         assert is_same
 
 
-@pytest.mark.parametrize(("adapter", "layout"), [("dora of ends", "tp"), ("saved modules", "pp"), ("experts", "ep")])
+@pytest.mark.parametrize(
+    ("adapter", "layout"), mostly_slow([("dora of ends", "tp"), ("saved modules", "pp"), ("experts", "ep")])
+)
 def test_merged_parameters_are_those_that_peft_merges(adapter: str, layout: str) -> None:
     _assert_merged(adapter, layout)
 
@@ -205,6 +213,7 @@ def test_an_adapter_on_the_meta_device_starts_as_peft_starts_it(
             write_base(str(tmp_path / "base"), tied=tied, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "start"), [("tp", "dora"), ("pp", "saved modules")], ids=["tp", "pp"])
 def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(layout: str, start: str, tmp_path: Path) -> None:
     _assert_starts(layout, start, "bfloat16", tmp_path)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch import nn
 
 from meshwright._compat.torch import compiled
 from meshwright.base.errors import ModelError, StrategyError
-from meshwright.model.compile import check_compiler, compile_blocks
 from meshwright.model.layout import layout_by_structure
-from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.tokens import token_loss_sum
+from meshwright.model.recompute import check_compiler, checkpoint_blocks, compile_blocks
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing.models import tiny_model
 
 
@@ -42,7 +42,7 @@ class _Counting:
         return graph.forward
 
 
-@pytest.mark.parametrize("mode", [False, "full", "selective"])
+@pytest.mark.parametrize("mode", mostly_slow([False, "full", "selective"]))
 def test_loss_gradients_and_names_are_those_without(mode: bool | str) -> None:
     plain, model = tiny_model(), tiny_model()
     layout = layout_by_structure(model)
@@ -55,6 +55,7 @@ def test_loss_gradients_and_names_are_those_without(mode: bool | str) -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-11, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_the_default_backend_compiles_and_agrees() -> None:
     plain, model = tiny_model(), tiny_model()
     compile_blocks(model, layout_by_structure(model))
@@ -86,6 +87,7 @@ def test_compiled_blocks_run_no_elementwise_operators_of_their_own() -> None:
     assert after <= alone
 
 
+@pytest.mark.slow
 def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond torch's limit of 8 for all blocks together it would go on uncompiled, with a warning."""
 
@@ -101,7 +103,7 @@ def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.Monk
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(Block(i)) for i in range(12))})
     ran = []
     counting = _Counting()
-    monkeypatch.setattr("meshwright.model.compile.check_compiler", lambda *_: ran.append(1))
+    monkeypatch.setattr("meshwright.model.recompute.check_compiler", lambda *_: ran.append(1))
     compile_blocks(model, layout_by_structure(model), backend=counting)
     x = torch.ones(2, 4)
     for block in model["blocks"]:
@@ -116,7 +118,7 @@ def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pyte
 
     model = tiny_model()
     torch.compiler.reset()
-    monkeypatch.setattr("meshwright.model.compile.compiled", lambda *_, **__: broken)
+    monkeypatch.setattr("meshwright.model.recompute.compiled", lambda *_, **__: broken)
     for found, remedy in ((None, r"Install a C\+\+ compiler such as g\+\+,"), ("/usr/bin/g++", "See the error above,")):
         monkeypatch.setattr("shutil.which", lambda _, found=found: found)
         told = rf"RuntimeError: no C\+\+ compiler found {remedy} or set enable_compile=false"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -97,19 +98,25 @@ def _parallelized(strategy: str, meta: bool, tied: bool, seed_by_rank: bool, con
     return weights, losses, local, same, model.model.rotary_emb.inv_freq
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", mostly_slow([False, True]))
 @pytest.mark.parametrize(
     ("strategy", "ranks", "config"),
-    [
-        ("single", 1, {}),
-        ("ddp", 2, {}),
-        ("ddp", 2, {"engine": "bucketed", "use_distributed_optimizer": True}),
-        ("fsdp2", 3, {}),
-        ("fsdp2", 3, {"activation_checkpointing": "full", "reshard_after_forward": True}),
-        ("megatron_fsdp", 3, {}),
-        ("megatron_fsdp", 3, {"zero_dp_strategy": 0}),
-        ("megatron_fsdp", 3, {"zero_dp_strategy": 1, "main_params_dtype": "float64", "main_grads_dtype": "float64"}),
-    ],
+    mostly_slow(
+        [
+            ("single", 1, {}),
+            ("ddp", 2, {}),
+            ("ddp", 2, {"engine": "bucketed", "use_distributed_optimizer": True}),
+            ("fsdp2", 3, {}),
+            ("fsdp2", 3, {"activation_checkpointing": "full", "reshard_after_forward": True}),
+            ("megatron_fsdp", 3, {}),
+            ("megatron_fsdp", 3, {"zero_dp_strategy": 0}),
+            (
+                "megatron_fsdp",
+                3,
+                {"zero_dp_strategy": 1, "main_params_dtype": "float64", "main_grads_dtype": "float64"},
+            ),
+        ]
+    ),
     ids=str,
 )
 def test_sharded_on_meta_and_trained_bit_for_bit_as_without(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support import doors
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from meshwright import CheckpointError, ConfigError, Mesh, MeshSizes, open_world
 from meshwright.checkpoint import export as module
 from meshwright.checkpoint import export_checkpoint
 from meshwright.cli import main as cli
-from meshwright.model.base_files import kept_files, note_files, without_replaced
+from meshwright.model.model_files import kept_files, note_files, without_replaced
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_reason, known_models
 from meshwright.testing.parity import build_manager, full_weights, train_steps
@@ -60,8 +61,8 @@ def _train_and_export(strategy: str, sizes: dict[str, int], case: Case, root: st
     return full_weights(manager)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", mostly_slow(CASES))
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS))
 def test_all_ranks_or_one_process_write_what_save_pretrained_would(layout: str, case: str, tmp_path: Path) -> None:
     strategy, ranks, sizes = LAYOUTS[layout]
     weights = pool(ranks).run(_train_and_export, strategy, sizes, CASES[case], str(tmp_path))[0]
@@ -154,16 +155,18 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
 # -- what leaves by any door is what was trained; benchmarks/exports.py tries all types
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
-@pytest.mark.parametrize("ties", doors.TIES)
+@pytest.mark.parametrize("door", mostly_slow(doors.DOORS))
+@pytest.mark.parametrize("ties", mostly_slow(doors.TIES))
 def test_what_plain_transformers_loads_is_what_was_trained(ties: str, door: str, tmp_path: Path) -> None:
     assert pool(1).run(doors.difference, "llama", ties, door, tmp_path) == [""]
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_type_that_trains_without_a_cache_alone_is_merged(tmp_path: Path) -> None:
     assert pool(1).run(doors.difference, "bamba", "plain", "merge", tmp_path) == [""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "opt", "roberta"])
 @pytest.mark.parametrize("ties", doors.TIES)
 def test_what_plain_transformers_loads_of_other_types_is_what_was_trained(
@@ -180,6 +183,7 @@ def _go_on_from_a_checkpoint(root: Path) -> str:
     return doors.compared(cls, root / "base", root / "second", wanted)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_a_checkpoint_keeps_head_and_files(tmp_path: Path) -> None:
     assert pool(1).run(_go_on_from_a_checkpoint, tmp_path) == [""]
 
@@ -197,6 +201,7 @@ def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) ->
     return full_weights(manager)["lm_head.weight" if tied else "model.embed_tokens.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_code_unties_or_ties_is_exported_so(tied: bool, layout: str, tmp_path: Path) -> None:
@@ -220,6 +225,7 @@ def _untie_one(root: str) -> Tensor:
     return weight.detach() * 2
 
 
+@pytest.mark.slow
 def test_one_of_several_tied_weights_is_exported_where_it_has_values_of_its_own(tmp_path: Path) -> None:
     # The bias of this head stays tied, so that its configuration cannot say what is.
     (head,) = pool(1).run(_untie_one, str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.tiers import mostly_slow
 
 from meshwright import MeshwrightError
 from meshwright.testing import Case, assert_parity, pool
@@ -23,26 +24,28 @@ def _handed_over(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [
-        (
-            {"data_parallel_sharding_strategy": "optim"},
-            {"zero_dp_strategy": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
-        ),
-        (
-            {"data_parallel_sharding_strategy": "optim_grads_params", "preserve_fp32_weights": False},
-            {"zero_dp_strategy": 3, "preserve_fp32_weights": False, "overlap_grad_reduce": True},
-        ),
-        (
-            {"check_for_nan_in_grad": True, "use_distributed_optimizer": True, "overlap_param_gather": True}
-            | {"data_parallel_sharding_strategy": "optim_grads", "activation_checkpointing": "full"},
-            {"zero_dp_strategy": 2, "check_for_nan_in_grad": True, "activation_checkpointing": "full"},
-        ),
-        (
-            {"data_parallel_sharding_strategy": "optim_grads_params", "suggested_communication_unit_size": 10}
-            | {"fsdp_double_buffer": True, "average_in_collective": True},
-            {"suggested_communication_unit_size": 10, "fsdp_double_buffer": True, "average_in_collective": True},
-        ),
-    ],
+    mostly_slow(
+        [
+            (
+                {"data_parallel_sharding_strategy": "optim"},
+                {"zero_dp_strategy": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
+            ),
+            (
+                {"data_parallel_sharding_strategy": "optim_grads_params", "preserve_fp32_weights": False},
+                {"zero_dp_strategy": 3, "preserve_fp32_weights": False, "overlap_grad_reduce": True},
+            ),
+            (
+                {"check_for_nan_in_grad": True, "use_distributed_optimizer": True, "overlap_param_gather": True}
+                | {"data_parallel_sharding_strategy": "optim_grads", "activation_checkpointing": "full"},
+                {"zero_dp_strategy": 2, "check_for_nan_in_grad": True, "activation_checkpointing": "full"},
+            ),
+            (
+                {"data_parallel_sharding_strategy": "optim_grads_params", "suggested_communication_unit_size": 10}
+                | {"fsdp_double_buffer": True, "average_in_collective": True},
+                {"suggested_communication_unit_size": 10, "fsdp_double_buffer": True, "average_in_collective": True},
+            ),
+        ]
+    ),
     ids=str,
 )
 def test_every_option_is_handed_over_as_it_stands_defaults_too(
@@ -72,7 +75,7 @@ def test_what_the_other_strategy_cannot_do_is_refused_on_all_ranks(config: dict[
     assert told in first
 
 
-@pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("sharding", mostly_slow(["no_shard", "optim", "optim_grads_params"]))
 def test_parity_of_what_is_handed_over(sharding: str) -> None:
     config = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": sharding}
     assert_parity("ddp", Case(microbatches=2, sequences=8), world_size=2, config=config)
@@ -82,6 +85,7 @@ def _losses(strategy: str, config: dict[str, Any]) -> list[float]:
     return train_steps(build_manager(strategy, config, {}, HALF), HALF, range(HALF.steps))[0]
 
 
+@pytest.mark.slow
 def test_preserve_fp32_weights_means_what_the_first_class_says() -> None:
     ours = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
     found = [pool(2).run(_losses, "ddp", ours | each)[0] for each in ({}, {"preserve_fp32_weights": False})]
@@ -101,5 +105,6 @@ def _in_a_pipeline() -> str:
     return "accepted"
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_pipeline_is_not_handed_over() -> None:
     assert all("cannot train one stage of a pipeline" in text for text in pool(2).run(_in_a_pipeline))

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from meshwright import ConfigError, ModelError, from_config
 from meshwright.model import drawn_weights, random_tiles
-from meshwright.model.build import new_model_on_meta
 from meshwright.model.drawn_weights import DeferredModel
+from meshwright.model.pretrained import new_model_on_meta
 from meshwright.model.random_tiles import Fill, Grid, Recipe
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
@@ -161,19 +162,21 @@ MOE = {
 
 @pytest.mark.parametrize(
     ("config", "layouts"),
-    [
-        (
-            LLAMA,
-            [
-                ("fsdp2", 2, {}),
-                ("fsdp2", 4, {}),
-                ("ddp", 2, {}),
-                ("fsdp2", 2, {"tp_size": 2}),
-                ("fsdp2", 2, {"pp_size": 2}),
-            ],
-        ),
-        (MOE, [("fsdp2", 4, {"ep_size": 2}), ("megatron_fsdp", 2, {})]),
-    ],
+    mostly_slow(
+        [
+            (
+                LLAMA,
+                [
+                    ("fsdp2", 2, {}),
+                    ("fsdp2", 4, {}),
+                    ("ddp", 2, {}),
+                    ("fsdp2", 2, {"tp_size": 2}),
+                    ("fsdp2", 2, {"pp_size": 2}),
+                ],
+            ),
+            (MOE, [("fsdp2", 4, {"ep_size": 2}), ("megatron_fsdp", 2, {})]),
+        ]
+    ),
     ids=["llama", "experts"],
 )
 def test_every_layout_has_the_same_weights(
@@ -186,6 +189,7 @@ def test_every_layout_has_the_same_weights(
             assert all(torch.equal(found[name], expected[name]) for name in expected), (strategy, sizes)
 
 
+@pytest.mark.slow
 def test_a_rank_draws_what_it_holds() -> None:
     total = sum(p.numel() for p in AutoModelForCausalLM.from_config(_config()).parameters())
     ((_, alone),) = pool(1).run(_weights, "fsdp2", LLAMA, {}, "parallel")

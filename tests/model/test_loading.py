@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.tiers import mostly_slow
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,8 +61,8 @@ def check_loaded(found: dict[str, Tensor], directory: Path) -> None:
         assert torch.equal(found[name], weight), name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", mostly_slow([False, True]), ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS))
 def test_weights_are_the_plain_models_and_train_like_it(layout, tied, tmp_path):
     strategy, world_size, config, sizes = LAYOUTS[layout]
     case = Case(tied=tied, steps=1)
@@ -88,8 +89,8 @@ def _trained_wide(path: str, strategy: str, sizes: dict[str, Any], case: Case) -
     return _outcome(_zoo_manager(path, case.model_type, strategy, sizes), case)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2}], ids=str)
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("sizes", mostly_slow([{}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2}]), ids=str)
+@pytest.mark.parametrize("model_type", mostly_slow(["mixtral", "qwen3_moe"]))
 def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_type, sizes, tmp_path):
     case = Case(model_type, tied=None, steps=1)
     zoo_model(model_type).save_pretrained(tmp_path)
@@ -99,6 +100,7 @@ def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_
     assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 4, "tp_size": 2}], ids=str)
 def test_stacked_experts_are_read_in_parts_over_both_meshes(sizes, tmp_path):
     # In the layout of the model, with biases.
@@ -116,6 +118,7 @@ def _drawn_after_loading(path: str) -> float:
     return float(torch.rand(()))
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_share_the_random_state_of_dropout(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     first, second = pool(2).run(_drawn_after_loading, str(tmp_path))
@@ -131,13 +134,14 @@ def _new_weights(fields: dict[str, Any], strategy: str, sizes: dict[str, Any]) -
     )
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2 tp2", "pipeline", "megatron_fsdp"])
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize("layout", mostly_slow(["ddp", "fsdp2", "fsdp2 tp2", "pipeline", "megatron_fsdp"]))
+@pytest.mark.parametrize("model_type", mostly_slow(["gpt2", "llama"]))
 def test_from_config_gives_the_weights_of_the_seed(model_type, layout):
     strategy, world_size, _, sizes = LAYOUTS[layout]
     _check_weights_of_the_seed(tiny_model(model_type).config, strategy, world_size, sizes)
 
 
+@pytest.mark.slow
 def test_from_config_gives_experts_the_weights_of_the_seed():
     _check_weights_of_the_seed(zoo_config("mixtral"), "fsdp2", 4, {"ep_size": 2})
 
@@ -234,6 +238,7 @@ def test_a_world_that_exists_is_joined_and_left_open(tmp_path):
     assert pool(2).run(_worlds, str(tmp_path)) == [(False, True, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_world_that_is_started_is_the_managers_to_close(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     world = mw.from_pretrained(tmp_path, "single", device="cpu").mesh.world

@@ -10,15 +10,16 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.measures import measure_memory
+from support.tiers import mostly_slow
 
 from meshwright import Mesh, MeshSizes, open_world, resolve
 from meshwright.base.errors import ModelError
 from meshwright.model import drawn_weights as deferred
-from meshwright.model.build import build_model, dtype_of
 from meshwright.model.configuration import model_config
+from meshwright.model.pretrained import build_model, dtype_of
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
+from meshwright.testing.memory import measure_memory
 
 LLAMA = {
     "model_type": "llama",
@@ -217,7 +218,7 @@ def _built_and_sharded(strategy: str, sizes: dict[str, int]) -> tuple[int, int, 
 
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
-    [("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("single", {"pp_size": 4}), ("megatron_fsdp", {})],
+    mostly_slow([("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("single", {"pp_size": 4}), ("megatron_fsdp", {})]),
     ids=str,
 )
 def test_a_new_model_is_never_whole_on_a_rank_that_trains_a_part_of_it(strategy, sizes):

@@ -24,10 +24,9 @@ import meshwright as mw
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.cli import main as cli
-from meshwright.model.adapter_base import read_base
-from meshwright.model.configuration import config_from_directory
+from meshwright.model.adapter import read_base
+from meshwright.model.configuration import config_from_directory, digest_of_code
 from meshwright.model.pretrained import find_directory
-from meshwright.model.remote_code import digest_of_code
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import train_steps
@@ -80,6 +79,7 @@ def _run(path: str, cache: str) -> tuple[str, str, int]:
         return output_of_rank(path, None)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_model_of_the_hub_and_its_adapter_names_it(tiny: Path, tmp_path: Path) -> None:
     put_on_hub(tmp_path, tiny)
     peft = {"type": "lora", "r": 2, "target_modules": "all-linear"}
@@ -101,6 +101,7 @@ def _paths(cache: str, revision: str | None) -> str:
     return str(manager.model_parts[0].config.name_or_path)
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_commit_that_the_first_one_finds(tiny: Path, tmp_path: Path) -> None:
     put_on_hub(tmp_path, tiny)
     put_on_hub(tmp_path, tiny, LATER, "next")
@@ -116,6 +117,7 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_is_neither_here_nor_on_the_hub_is_told(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with offline(str(tmp_path)):
         text = refused(run_file(tmp_path, tiny, {"path": "nobody/nothing", "revision": "v1"}))
@@ -153,6 +155,7 @@ def with_code(tiny: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, tiny: Path, tmp_path: Path) -> None:
     digest = digest_of_code(with_code)
     text = refused(run_file(tmp_path, tiny, {"path": str(with_code)}))
@@ -186,6 +189,7 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, t
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_code_from_another_place_is_refused(with_code: Path, tiny: Path, tmp_path: Path) -> None:
     config = (with_code / "config.json").read_text().replace("modeling_own.Own", "else/where--modeling_own.Own")
     (with_code / "config.json").write_text(config)
@@ -227,6 +231,7 @@ def _train(path: str, strategy: str, peft: Any, root: str) -> tuple[list[float],
         return losses, parts[0].eval()(torch.arange(12).view(2, 6) + 10).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_text_parts_of_multimodal_models_train_and_are_written(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.kinds import DIFFERENT_IN_KIND
+from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.base.errors import ModelError
+from meshwright.model.model_files import Held, open_directory, rectangle
 from meshwright.model.pretrained import PretrainedWeights, find_directory, open_pretrained
-from meshwright.model.pretrained.files import Held, open_directory, rectangle
-from meshwright.model.pretrained.recorded import Call, Recorded, read_whole
+from meshwright.model.recorded import Call, Recorded, read_whole
 from meshwright.model.weights import fill, materialize
 from meshwright.testing.models import tiny_model
 from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
@@ -86,12 +87,12 @@ def check_type(model_type: str, directory: Path, dtype: torch.dtype = torch.floa
     check_equals_plain(*open_pretrained(directory, zoo_config(model_type), dtype=dtype), plain)
 
 
-@pytest.mark.parametrize("model_type", DIFFERENT_IN_KIND)
+@pytest.mark.parametrize("model_type", mostly_slow(DIFFERENT_IN_KIND))
 def test_every_weight_is_the_one_that_transformers_loads(model_type, tmp_path):
     check_type(model_type, tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mamba2"])
+@pytest.mark.parametrize("model_type", mostly_slow(["llama", "qwen3_moe", "mamba2"]))
 def test_in_another_dtype(model_type, tmp_path):
     check_type(model_type, tmp_path, torch.bfloat16)
 
@@ -353,7 +354,7 @@ def elements_read(model_type: str, name: str, rows: int, directory: Path, monkey
     def counted(*args: Any, **kwargs: Any) -> Any:
         return {key: Counted(read_whole(source)) for key, source in open_directory(*args, **kwargs).items()}
 
-    monkeypatch.setattr("meshwright.model.pretrained.reader.open_directory", counted)
+    monkeypatch.setattr("meshwright.model.pretrained.open_directory", counted)
     _, weights = opened(directory)
     shape = weights.shape(name)
     Counted.total = 0

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.measures import Counting
+from support.tiers import mostly_slow
 from torch import nn
 
 from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
@@ -14,9 +14,10 @@ from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.activation_options import ActivationOptions
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blocks
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab, tiny_model
+from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, train_steps
 
 BLOCKS = 3
@@ -59,8 +60,10 @@ def test_what_is_computed_again(mode: bool | str, products: int, attentions: int
     assert counts[name] - plain[name] == BLOCKS * attentions
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "mixtral", "zamba2", "falcon", "opt", "gpt_neox"])
+@pytest.mark.parametrize("mode", mostly_slow(["full", "selective"]))
+@pytest.mark.parametrize(
+    "model_type", mostly_slow(["llama", "gpt2", "gemma2", "mixtral", "zamba2", "falcon", "opt", "gpt_neox"])
+)
 def test_loss_gradients_and_names_are_those_without(model_type: str, mode: str) -> None:
     plain, model = (case_model(model_type, tied=None, seed=0, dtype=torch.float64) for _ in range(2))
     checkpoint_blocks(model, layout_by_structure(model), mode)
@@ -182,6 +185,7 @@ def _on_single(mode: object) -> tuple[int, list[float]]:
     return len(calls), [*losses, *norms]
 
 
+@pytest.mark.slow
 def test_single_recomputes_as_other_strategies_do() -> None:
     (plain,) = pool(1).run(_on_single, False)
     assert plain[0] == 1
@@ -189,8 +193,10 @@ def test_single_recomputes_as_other_strategies_do() -> None:
         assert pool(1).run(_on_single, mode) == [(calls, plain[1])]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", ActivationOptions(offload="cpu")])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "rembert", "recurrent_gemma", "hrm_text", "qwen3_next"])
+@pytest.mark.parametrize("mode", mostly_slow(["full", "selective", ActivationOptions(offload="cpu")]))
+@pytest.mark.parametrize(
+    "model_type", mostly_slow(["llama", "gpt2", "rembert", "recurrent_gemma", "hrm_text", "qwen3_next"])
+)
 def test_blocks_take_no_cache_in_a_loop_that_says_nothing_of_caches(model_type: str, mode: Mode) -> None:
     def trained(*, recomputes: bool) -> dict[str, torch.Tensor | None]:
         model = case_model(model_type, tied=None, seed=0, dtype=torch.float64).train()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import mostly_slow
 
 import meshwright as mw
 from meshwright.launch.open_world import open_world
@@ -38,7 +39,7 @@ def _twice(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> str:
     return "taken"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS))
 def test_a_model_of_another_manager_is_refused_on_every_rank(layout: str) -> None:
     ranks, *arguments = LAYOUTS[layout]
     for text in pool(ranks).run(_twice, *arguments):

@@ -10,7 +10,7 @@ import torch
 from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import config_from_mapping
-from meshwright.model.size import ModelSize
+from meshwright.model.layout import ModelSize
 from meshwright.train.run.model_trial import check_memory, try_model
 
 LLAMA: dict[str, Any] = {

@@ -372,7 +372,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_their_optimizer_state(sizes
 
 def _compiled(config: dict[str, Any], sizes: dict[str, int], case: Case) -> tuple[list[float], int, set[str]]:
     """Losses; graphs that were compiled; classes whose forwards were given to the compiler."""
-    from meshwright.model import compile as compiling
+    from meshwright.model import recompute as compiling
 
     graphs: list[Any] = []
     given: list[Any] = []

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from meshwright import ModelLayout, StrategyError
-from meshwright.model.compile import compile_blocks
-from meshwright.model.forward_order import Layer, put_around
-from meshwright.model.recompute import checkpoint_blocks
-from meshwright.model.weight_gradients import WeightGradients
+from meshwright.model.forward_order import Layer, WeightGradients, put_around
+from meshwright.model.recompute import checkpoint_blocks, compile_blocks
 from meshwright.strategy.registry import model_layout
 from meshwright.testing.models import tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.plan_layouts import Layout, planned
 
-from meshwright._compat.arithmetic import arithmetic
+from meshwright._compat.torch import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan import kernels, links

@@ -26,7 +26,7 @@ from meshwright.data.prepare import tokenizer_key
 from meshwright.data.progress import Meter
 from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
-from meshwright.model.remote_code import digest_of_code
+from meshwright.model.configuration import digest_of_code
 from meshwright.testing.models import tiny_model
 from meshwright.train.run.journal import id_of
 from meshwright.train.run.start import _last_step

@@ -32,7 +32,7 @@ from meshwright.cli.main import app
 from meshwright.data import load_tokenizer
 from meshwright.model.adapter import read_adapter_config
 from meshwright.model.configuration import config_from_directory
-from meshwright.model.pretrained.reader import open_pretrained
+from meshwright.model.pretrained import open_pretrained
 from meshwright.plan.device import find_device
 from meshwright.train.run.fate import check_output
 from meshwright.train.run.report import read_metrics

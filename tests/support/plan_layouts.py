@@ -156,7 +156,7 @@ def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False
         return made
     from peft import LoraConfig
 
-    from meshwright._compat.peft_tying import adapted_on_meta
+    from meshwright._compat.peft import adapted_on_meta
 
     return adapted_on_meta(made, {"default": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])})
 

@@ -1,4 +1,4 @@
-"""What `datasets` has no public way to do. No torch in this module.
+"""Private names of `datasets`. No torch in this module.
 
 [Note: own files] A dataset's README may name its files (`configs`, `data_files`), and the library opens what it finds
 there: any URL, chains of URLs, files anywhere. Here only files of the dataset itself are opened.
@@ -16,22 +16,13 @@ from ..base.errors import DataError
 
 
 def is_reader(datasets: Any, name: str) -> bool:
-    """Whether a name is a reader of the library, such as "csv", which takes the files of the current directory."""
+    """Return whether a name is a reader of the library, such as "csv", which reads files of the current directory."""
     return name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES
 
 
 @contextmanager
 def own_files(data_files: Any, place: str, directory: Path | None) -> Iterator[None]:
-    """A context, in which the library opens no files but a dataset's own; see [Note: own files].
-
-    Args:
-        data_files: the module `datasets.data_files`, in which all names of files are resolved by one function.
-        place: of the dataset, for the error.
-        directory: of the dataset; None: it is one of the hub.
-
-    Raises:
-        DataError: its README names others.
-    """
+    """Let the library (module `data_files`) open only a dataset's own files; see [Note: own files]."""
     resolve = data_files.resolve_pattern
 
     def resolve_own(pattern: str, base_path: str, *arguments: Any, **options: Any) -> list[str]:

@@ -1,7 +1,12 @@
-"""Names of peft: how it wraps a model's modules, which is told nowhere. peft is imported within functions alone.
+"""Names of peft: how it wraps a model's modules. peft is imported within functions alone.
 
 A model of peft has the base model within it, under `PREFIX`; each module that is adapted is replaced by a wrapper,
-which holds the original as `base_layer` (tuners) or `original_module` (modules to save) beside what is trained.
+which holds the original as `base_layer` (tuners) or `original_module` (modules to save) besides what is trained.
+
+[Note: tied adapters] With `ensure_weight_tying`, peft ties an embedding and a head that both have low-rank factors by
+memory: the head's factors are parameters of their own, views of the embedding's factors, transposed. The tie ends where
+a model is sharded, moved or read, and an optimizer has state for both. Here the head holds the embedding's parameters
+themselves and transposes them as it computes, so that they are tied as those without adapters are.
 """
 
 from __future__ import annotations
@@ -11,31 +16,24 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..base.errors import ModelError
 from ..files.parsing import reason, time_limit
 
 PREFIX = "base_model.model."
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
-"""What wrappers call what they are around; a tuner of single tokens is around an embedding, within another wrapper."""
-
-FACTOR = "factor"
-"""Name of a head's low-rank factor where it is the embedding's, which lies the other way around; see `peft_tying`."""
-
+"""Attributes of wrappers that hold what they wrap; a tuner of single tokens wraps an embedding, within another."""
 AT_MOST_S = 30.0
 """For matching patterns with the names of modules."""
 
 
 def require_peft() -> Any:
-    """The package.
-
-    Raises:
-        ModelError: it is not installed.
-    """
     try:
         import peft
     except ImportError as error:
@@ -45,17 +43,19 @@ def require_peft() -> Any:
     return peft
 
 
+# -- names and wrappers
+
+
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is one of peft's, whose base model is under `PREFIX`."""
+    """Return whether a model is one of peft's, whose base model is under `PREFIX`."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel) and hasattr(model.base_model, "model")
 
 
 def base_name(name: str) -> str:
-    """The name in the base model of a parameter or module of an adapted one; of a wrapper, that of what it wraps.
+    """Return the base model's name of a parameter or module of an adapted one; of a wrapper or copy, of its original.
 
-    A trained copy of a whole module (`modules_to_save`) has the name of its original. For what only the adapter has,
-    its matrices, this is no name of the base model.
+    For what only the adapter has, its matrices, this is no name of the base model.
     """
     parts = name.removeprefix(PREFIX).split(".")
     copied = {at + each for at, part in enumerate(parts) if part == "modules_to_save" for each in (0, 1)}
@@ -63,26 +63,14 @@ def base_name(name: str) -> str:
 
 
 def wrapped(module: nn.Module) -> nn.Module:
-    """What a tuner's wrapper is around, innermost; any other module itself."""
+    """Return what a tuner's wrapper wraps, innermost; any other module itself."""
     while isinstance(getattr(module, "base_layer", None), nn.Module):
         module = module.base_layer
     return module
 
 
-def saved_copies(model: nn.Module, name: str) -> list[str]:
-    """Where a module is wrapped for a trained copy of it: the names of the original and its copies; else its own."""
-    module = model.get_submodule(name)
-    if "peft" not in sys.modules:
-        return [name]
-    from peft.utils.other import ModulesToSaveWrapper
-
-    if not isinstance(module, ModulesToSaveWrapper):
-        return [name]
-    return [f"{name}.original_module", *(f"{name}.modules_to_save.{each}" for each in module.modules_to_save)]
-
-
 def wrappers(model: nn.Module, *, outermost: bool = False) -> Iterator[tuple[str, Any]]:
-    """The wrappers of a tuner and their names, those that hold others first; or those alone that no other holds."""
+    """Yield the wrappers of a tuner and their names, those that hold others first; or only those that none holds."""
     if "peft" not in sys.modules:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -95,100 +83,71 @@ def wrappers(model: nn.Module, *, outermost: bool = False) -> Iterator[tuple[str
             held.update(layer.modules() if outermost else ())
 
 
-@dataclass(frozen=True)
-class Factors:
-    """What the norms of one magnitude of DoRA are taken of, beside the weight.
+def _with_copies(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    if "peft" not in sys.modules:
+        return
+    from peft.utils.other import ModulesToSaveWrapper
 
-    Attributes:
-        taken: peft's own function, before `sum_norms` changes it.
-        shape: of the weight, turned so that each norm is one row's.
-        transposed: the weight itself lies the other way around.
-        dtype: of the weight.
-    """
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield path, module
 
-    module: Any
-    taken: Callable[..., Tensor]
-    left: Tensor
-    right: Tensor
-    scaling: float
-    shape: tuple[int, int]
-    dtype: torch.dtype
 
-    @property
-    def transposed(self) -> bool:
-        return bool(self.module.fan_in_fan_out)
-
-    def norms(self, part: Tensor, first: int, within: slice) -> Tensor:
-        """Of the rows from `first` on, of which `part` is what the weight has, as it lies.
-
-        Args:
-            within: rows that are multiplied together, whoever wants which of them, so that all get the same bits.
-        """
-        count = part.shape[1 if self.transposed else 0]
-        delta = self.left[within].to(self.dtype) @ self.right.to(self.dtype)
-        delta = delta[first - within.start :][:count]
-        norms: Tensor = self.taken(part, delta, self.scaling)
-        return norms
+def saved_copies(model: nn.Module, name: str) -> list[str]:
+    """Return the names of a module's original and trained copies; without copies, its own."""
+    module = next((each for path, each in _with_copies(model.get_submodule(name)) if not path), None)
+    if module is None:
+        return [name]
+    return [f"{name}.original_module", *(f"{name}.modules_to_save.{each}" for each in module.modules_to_save)]
 
 
 def active_copies(model: nn.Module) -> dict[str, bool]:
-    """Of tensors of modules that have trained copies, by name: whether it is what takes their place when merged."""
-    from peft.utils.other import ModulesToSaveWrapper
-
+    """Return, for tensors of modules that have trained copies, by name: whether it is the one that merging keeps."""
     found: dict[str, bool] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            chosen = f"modules_to_save.{module.active_adapters[0]}." if module.active_adapters else "original_module."
-            found |= {f"{path}.{name}": name.startswith(chosen) for name in module.state_dict()}
+    for path, module in _with_copies(model):
+        chosen = f"modules_to_save.{module.active_adapters[0]}." if module.active_adapters else "original_module."
+        found |= {f"{path}.{name}": name.startswith(chosen) for name in module.state_dict()}
     return found
 
 
 def merge_layer(layer: Any, name: str) -> nn.Module:
-    """Merge a wrapper's active adapters into what it is around, and give that; in place.
-
-    Raises:
-        ModelError: peft cannot.
-    """
+    """Merge a wrapper's active adapters into what it wraps, in place, and return that."""
+    merged: nn.Module
     try:
         if hasattr(layer, "unload_and_optionally_merge_module"):
-            base = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         else:
             layer.merge(safe_merge=False)
-            base = layer.get_base_layer()
+            merged = layer.get_base_layer()
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"peft cannot merge the adapter of {name}: {reason(error)}") from error
-    merged: nn.Module = base
     return merged
+
+
+# -- LoRA and DoRA
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A wrapper of LoRA around a linear layer, an embedding or a parameter, as peft computes it.
-
-    Attributes:
-        parameter: name of what a wrapper of a parameter is around; None: the weight of a layer.
-        outer: names, within the wrapper, of what has the weight's output along its first dim, B and DoRA's magnitudes.
-        inner: of what has its input along the last dim, A.
-        in_features: of the whole input.
-        is_transposed: the weight has its input along the last dim but one.
-        biases: the modules of B that add one.
-        dropouts: modules before A.
-        magnitudes: modules of DoRA.
-    """
+    """A wrapper of LoRA around a linear layer, an embedding or a parameter, as peft computes it."""
 
     parameter: str | None
+    """Name of the parameter that it wraps; None: the weight of a layer."""
     outer: tuple[str, ...]
+    """Names, within the wrapper, of what has the weight's output along its first dim: B and DoRA's magnitudes."""
     inner: tuple[str, ...]
+    """Names of what has its input along the last dim: A."""
     in_features: int
     is_transposed: bool
+    """The weight has its input along the last dim but one."""
     biases: tuple[nn.Module, ...]
+    """The modules of B that add one."""
     dropouts: tuple[nn.Module, ...]
     magnitudes: tuple[Any, ...]
 
 
 def low_rank(module: nn.Module) -> LowRank | None:
-    """What a wrapper is, if it is one of plain LoRA or DoRA that computes as peft's own layers do; None: something
-    else."""
+    """Describe a wrapper of plain LoRA or DoRA that computes as peft's own layers do; None: something else."""
     if "peft" not in sys.modules:
         return None
     from peft.tuners.lora import layer as layers
@@ -208,8 +167,8 @@ def low_rank(module: nn.Module) -> LowRank | None:
     here = dict(module.named_parameters(remove_duplicate=False))
     return LowRank(
         parameter=getattr(module, "parameter_name", None),
-        outer=tuple(each for each in outer if each in here),
-        inner=tuple(each for each in inner if each in here),
+        outer=tuple(filter(here.__contains__, outer)),
+        inner=tuple(filter(here.__contains__, inner)),
         in_features=module.in_features,
         is_transposed=getattr(module, "num_experts", 1) > 1 and not module._did_swap_in_out_features,
         biases=tuple(each for each in module.lora_B.values() if each.bias is not None),
@@ -219,13 +178,13 @@ def low_rank(module: nn.Module) -> LowRank | None:
 
 
 def wrappers_of_parameters(model: nn.Module, inner: nn.Module) -> list[Any]:
-    """The wrappers of LoRA around parameters of one module, which are nested; the outermost first."""
+    """Return the wrappers of LoRA around parameters of one module, which are nested; the outermost first."""
     layers = (layer for _, layer in wrappers(model))
     return [each for each in layers if getattr(each, "parameter_name", None) is not None and wrapped(each) is inner]
 
 
 def with_low_rank(layer: Any, weight: Tensor, first: int) -> Tensor:
-    """Stacked weights of some experts, from `first` on, with what a wrapper of the whole parameter adds to them."""
+    """Add to the stacked weights of some experts, from `first` on, what a wrapper of the whole parameter adds."""
     adapters = [] if layer.disable_adapters else [each for each in layer.active_adapters if each in layer.lora_A]
     with torch.autocast(device_type=weight.device.type, enabled=False):
         for each in adapters:
@@ -236,12 +195,7 @@ def with_low_rank(layer: Any, weight: Tensor, first: int) -> Tensor:
 
 
 def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Callable[[], bool]) -> None:
-    """Let DoRA take the norms of a weight whose rows are divided; in place.
-
-    Args:
-        summed: the sum over the ranks.
-        is_active: whether they are divided at the moment.
-    """
+    """Let DoRA take the norms of a weight whose rows are sharded while `is_active`; `summed` sums over the ranks."""
     of_part = magnitude.get_weight_norm
 
     def norms(*args: Any, **kwargs: Any) -> Tensor:
@@ -251,52 +205,69 @@ def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Cal
     magnitude.get_weight_norm = norms
 
 
+@dataclass(frozen=True)
+class Factors:
+    """What the norms of one magnitude of DoRA are taken of, besides the weight."""
+
+    taken: Callable[..., Tensor]
+    """peft's own function, before `sum_norms` changes it."""
+    left: Tensor
+    right: Tensor
+    scaling: float
+    shape: tuple[int, int]
+    """Of the weight, turned so that each norm is one row's."""
+    dtype: torch.dtype
+    transposed: bool
+    """Whether the weight itself lies the other way around."""
+
+    def norms(self, part: Tensor, first: int, within: slice) -> Tensor:
+        """Return norms of the rows from `first` on, of which `part` is what the weight has, as it lies.
+
+        Rows `within` are multiplied together, whichever are wanted, so that all ranks get the same bits.
+        """
+        count = part.shape[1 if self.transposed else 0]
+        delta = self.left[within].to(self.dtype) @ self.right.to(self.dtype)
+        delta = delta[first - within.start :][:count]
+        norms: Tensor = self.taken(part, delta, self.scaling)
+        return norms
+
+
 def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
-    """DoRA's magnitudes: the parameter's name, that of the layer in the base model, and what they are made of."""
+    """Yield, for DoRA's magnitudes, the name of the parameter, that of the layer in the base model, and factors."""
     for path, layer in wrappers(model):
         for adapter, module in getattr(layer, "lora_magnitude_vector", {}).items():
             if adapter in layer.lora_embedding_A:
                 left, right = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
             else:
                 left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+            left, right, scaling = left.detach(), right.detach(), layer.scaling[adapter]
             shape, dtype = (left.shape[0], right.shape[1]), layer.get_base_layer().weight.dtype
-            made = Factors(
-                module, module.get_weight_norm, left.detach(), right.detach(), layer.scaling[adapter], shape, dtype
-            )
+            is_turned = bool(module.fan_in_fan_out)
+            made = Factors(module.get_weight_norm, left, right, scaling, shape, dtype, is_turned)
             yield f"{path}.lora_magnitude_vector.{adapter}.weight", base_name(path), made
 
 
 def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
-    """The names that the tensors of an adapter have in its file, each with its name in the model.
+    """Return the names of an adapter's tensors in its file, each with its name in the model; see `is_transposed`.
 
-    Where `is_transposed` says so, a tensor of the file is the transposed one of the model. The function that peft saves
-    with tells them; it passes on what it is given, whatever that is.
+    They come from the function that peft saves with, which passes on any value.
     """
     from peft import get_peft_model_state_dict
 
-    marks: dict[str, Any] = {name: _Mark(name) for name in model.state_dict(keep_vars=True)}
+    marks: dict[str, Any] = {name: SimpleNamespace(name=name) for name in model.state_dict(keep_vars=True)}
     found: Mapping[str, Any] = get_peft_model_state_dict(
         model, state_dict=marks, adapter_name=adapter, save_embedding_layers=False
     )
-    return {re.sub(rf"\.{FACTOR}$", ".weight", key): mark.name for key, mark in found.items()}
+    return {re.sub(r"\.factor$", ".weight", key): mark.name for key, mark in found.items()}
 
 
 def is_transposed(name: str) -> bool:
-    """Whether a parameter is a low-rank factor that peft has the other way around, as the weight of a layer."""
-    return name.endswith(f".{FACTOR}")
-
-
-class _Mark:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    """Return whether a parameter is the factor of a `TransposedFactor`."""
+    return name.endswith(".factor")
 
 
 def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
-    """`peft.get_peft_model`, with peft's own reasons, and a hint, in an error of ours.
-
-    Raises:
-        ModelError: peft refuses the model or the configuration.
-    """
+    """Call `peft.get_peft_model`; an error of ours has peft's own reasons, and a hint."""
     peft = require_peft()
     try:
         _check_patterns(model, config)
@@ -305,17 +276,13 @@ def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str
             warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter)
     except (ValueError, TypeError, IndexError, RuntimeError, ImportError, TimeoutError, re.error) as error:
-        told = reason(error).strip().rstrip(".")
-        raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
+        why = reason(error).strip().rstrip(".")
+        raise ModelError(f"peft cannot adapt {type(model).__name__}: {why}.{hint}") from error
     return adapted
 
 
 def _check_patterns(model: nn.Module, config: Any) -> None:
-    """Match the regular expressions of a configuration as peft does, within a time.
-
-    Raises:
-        TimeoutError: it takes longer.
-    """
+    """Match the regular expressions of a configuration as peft does, within a time."""
     fields = [getattr(config, name, None) for name in ("target_modules", "exclude_modules", "layers_pattern")]
     keys = [key for name in ("rank_pattern", "alpha_pattern") for key in getattr(config, name, None) or ()]
     with time_limit(AT_MOST_S, "matching its patterns with the names of modules"):
@@ -331,6 +298,102 @@ class _StandIn(nn.Parameter):
 
 
 def stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Not a number everywhere, without memory, on the CPU: what is made of it shows that it was."""
+    """Return NaN everywhere, without memory, on the CPU: it shows in whatever is made of it."""
     value = torch.full((1,) * max(1, parameter.dim()), float("nan"), dtype=parameter.dtype)
     return _StandIn(value.expand(parameter.shape), requires_grad=False)
+
+
+def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
+    """Put adapters on the meta device over a base that is there too, in place, and return the model of peft.
+
+    peft's `low_cpu_mem_usage` makes a parameter of its own for each name of a tied one.
+    """
+    model: Any = None
+    with warnings.catch_warnings(), torch.device("meta"):
+        # What the configurations bring about, the training of the adapters has warned of.
+        warnings.simplefilter("ignore")
+        for name, config in configs.items():
+            if model is None:
+                model = inject(base, config, adapter=name)
+            else:
+                model.add_adapter(name, config)
+    return tie_adapters(model)
+
+
+# -- ties; see [Note: tied adapters]
+
+
+class TransposedFactor(nn.Module):
+    """A low-rank factor of a head: the transposed factor of the embedding that it is tied to."""
+
+    bias = None
+
+    def __init__(self, factor: nn.Parameter) -> None:
+        super().__init__()
+        self.factor = factor
+
+    @property
+    def weight(self) -> Tensor:
+        return self.factor.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def tie_adapters(model: Any) -> nn.Module:
+    """Let the heads of an adapted model hold the factors that they are tied to; in place, at any time before training.
+
+    Trained copies of tied heads are one parameter already; they get the sizes and need the bias of what they replace.
+    """
+    for path, module in _with_copies(model) if is_adapted(model) else ():
+        for copied in module.modules_to_save.values():
+            if type(copied) is not nn.Linear or not isinstance(module.original_module, nn.Linear):
+                continue
+            copied.out_features, copied.in_features = copied.weight.shape
+            if copied.bias is None and module.original_module.bias is not None:
+                raise ModelError(
+                    f"ensure_weight_tying=True ties a trained copy of {base_name(path)} to that of the embedding, and "
+                    f"peft leaves its bias out, so that the model computes something else. Set "
+                    f"ensure_weight_tying=False, or leave the embedding and the head out of modules_to_save."
+                )
+    for path, name, head in _tied_heads(model):
+        # Tied already, or on another stage of a pipeline.
+        if type(head.lora_A[name]) is not nn.Linear:
+            continue
+        # A reference to the factors as they were drawn.
+        head.kwargs.pop("tied_adapter", None)
+        embedding = model.get_input_embeddings()
+        for factors, other in ((head.lora_A, embedding.lora_embedding_B), (head.lora_B, embedding.lora_embedding_A)):
+            own = factors[name].weight
+            if not own.is_meta and not torch.equal(own, other[name].t()):
+                raise ModelError(
+                    f"the adapter {name!r} has ensure_weight_tying=True, but its factors of {path} are not those of "
+                    f"the embedding: they were trained, moved or loaded apart. Make the adapter anew, or load it with "
+                    f"PeftModel.from_pretrained, on the device where it is trained."
+                )
+            factors[name] = TransposedFactor(other[name])
+    tied: nn.Module = model
+    return tied
+
+
+def merged_alike(model: Any) -> dict[str, str]:
+    """Return the names of heads that merging leaves equal to the embeddings they are tied to, with the embedding's."""
+    found: dict[str, str] = {}
+    paths = {id(layer): path for path, layer in wrappers(model)}
+    for path, name, head in _tied_heads(model):
+        embedding = model.get_input_embeddings()
+        has_variant = name in head.lora_variant or name in embedding.lora_variant
+        if head.active_adapters == [name] and head.scaling[name] == embedding.scaling[name] and not has_variant:
+            found[path] = paths[id(embedding)]
+    return found
+
+
+def _tied_heads(model: Any) -> Iterator[tuple[str, str, Any]]:
+    if not is_adapted(model):
+        return
+    for name, config in model.peft_config.items():
+        heads = getattr(config, "target_modules_to_tie", None) or ()
+        for path, layer in wrappers(model):
+            # As peft decides it, which compares the last part of the name.
+            if path.rpartition(".")[2] in heads and name in getattr(layer, "lora_A", ()):
+                yield path, name, layer

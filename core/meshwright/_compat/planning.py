@@ -1,7 +1,4 @@
-"""Private names of torch that planning needs: tensors without memory, and process groups that send nothing.
-
-Both are what torch tests itself with; it has no public ones.
-"""
+"""Private names of torch that planning needs: fake tensors and fake process groups, with which torch tests itself."""
 
 from __future__ import annotations
 
@@ -25,22 +22,18 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised where shapes do not tell what an operator gives."""
-
-
-_TOLD = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""What operators are given beside tensors; numbers that are equal may be of different types."""
+"""Raised where the result of an operator does not follow from shapes."""
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Arguments besides tensors; numbers that are equal may be of different types."""
 
 
 class Fakes:
-    """Makes tensors that have a shape, a dtype and a device, but no memory; real ones may be among what it is given.
+    """Makes tensors that have a shape, a dtype and a device, but no memory; real ones may be among the arguments.
 
-    The mode is called, and not entered: a mode that is at work gives no memory to storages either, not even to those
-    that messages of Python objects are made of.
-
-    [Note: what torch has found out] The mode keeps for each operator what it gives for shapes, by a key that takes it
-    as long as all the rest. Here a shorter key leads to that entry. `_cache_key`, `cache` and
-    `_output_from_cache_entry` are those of torch 2.13.
+    The mode is called, and not entered: an entered mode gives no memory to storages either, not even to those that
+    messages of Python objects are made of. Its own cache of results by shape computes a key that takes as long as all
+    the rest; here a shorter key leads to that entry. `_cache_key`, `cache` and `_output_from_cache_entry` are those of
+    torch 2.13.
     """
 
     _known: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
@@ -49,42 +42,30 @@ class Fakes:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def computed(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives, without memory."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             func, args, kwargs = _of_groups(args, kwargs)
-        told = self._told(func, args, kwargs)
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        has_key = self._add(parts, args) and self._add(parts, tuple(kwargs.items()))
+        short = tuple(parts)
         try:
-            if told is None:
-                return self._mode.dispatch(func, types, args, kwargs)
-            if told not in self._known:
-                return self._first(told, func, types, args, kwargs)
-            known = self._known[told]
+            if has_key and short not in self._known:
+                state, key = _CacheKeyState(None), None
+                with suppress(_BypassDispatchCache):
+                    key = self._mode._cache_key(state, func, args, kwargs)
+                made = self._mode.dispatch(func, types, args, kwargs)
+                entry = None if key is None else FakeTensorMode.cache.get(key)
+                self._known[short] = (state, entry, key) if isinstance(entry, _DispatchCacheValidEntry) else None
+                return made
+            known = self._known[short] if has_key else None
             if known is None:
                 return self._mode.dispatch(func, types, args, kwargs)
-            state, entry, key = known
-            return self._mode._output_from_cache_entry(state, entry, key, func, args)
+            return self._mode._output_from_cache_entry(*known, func, args)
         finally:
             # It keeps weak references to what it makes, and `nn.Module.to` refuses tensors that have some.
             self._mode.fake_tensor_converter.tensor_memo.clear()
 
-    def _first(
-        self, told: tuple[Any, ...], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """As `computed`, and takes down what torch keeps of it."""
-        state, key = _CacheKeyState(None), None
-        with suppress(_BypassDispatchCache):
-            key = self._mode._cache_key(state, func, args, kwargs)
-        made = self._mode.dispatch(func, types, args, kwargs)
-        entry = None if key is None else FakeTensorMode.cache.get(key)
-        self._known[told] = (state, entry, key) if isinstance(entry, _DispatchCacheValidEntry) else None
-        return made
-
-    def _told(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """A key of an operator on tensors of these alone; None: it has none."""
-        found: list[Any] = [func, torch.get_default_dtype()]
-        return tuple(found) if self._tell(found, args) and self._tell(found, tuple(kwargs.items())) else None
-
-    def _tell(self, found: list[Any], values: Sequence[Any]) -> bool:
+    def _add(self, found: list[Any], values: Sequence[Any]) -> bool:
+        """Add values to a key; False if it would not determine the result."""
         for value in values:
             if isinstance(value, FakeTensor):
                 if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
@@ -95,28 +76,23 @@ class Fakes:
                 return False
             elif isinstance(value, list | tuple):
                 found.append(len(value))
-                if not self._tell(found, value):
+                if not self._add(found, value):
                     return False
-            elif value is None or isinstance(value, _TOLD):
+            elif value is None or isinstance(value, _PLAIN):
                 found += (type(value), value)
             else:
                 return False
         return True
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where a tensor would lie."""
         return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of these."""
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode
 
 
 def _of_groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What makes a tensor as a grouped product does, rows at multiples of 16 bytes.
-
-    torch's own answer for shapes refuses all but bfloat16, which its kernels do not.
-    """
+    """Make a grouped product's result, rows at multiples of 16 bytes; fake tensors are refused in all but bfloat16."""
     left, right = args[:2]
     if left.dim() == right.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs["offs"]
@@ -133,10 +109,7 @@ def _of_groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tupl
 
 
 def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
-    """What stands for the result of a collective until it is there, and what is there then: no memory of its own.
-
-    None for other operators. Their answers for shapes alone are new tensors, which plain code never sees.
-    """
+    """Return the result of an operator that wraps or waits for a collective, without memory; None for others."""
     if func.namespace != "_c10d_functional":
         return None
     name = str(func)
@@ -146,24 +119,21 @@ def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is of torch's own class or a parameter, and no other subclass; without memory, too."""
+    """Return whether a tensor is of torch's own class, a parameter or fake, and no other subclass."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def is_asking_for_shapes() -> bool:
-    """Whether torch, in the middle of a program, looks for the shapes that an operator would give, as DTensor does for
-    those that it first sees.
-    """
+    """Return whether torch runs an operator for its shapes alone, as DTensor does for those that it first sees."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def start_fake_group(rank: int, size: int) -> None:
-    """Join a process group of any size that sends nothing: what is received is what was there before."""
+    """Join a process group of any size that sends nothing, and leaves receive buffers as they are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore(), timeout=timedelta(seconds=600))
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -14,32 +14,24 @@ from torch.profiler import record_function
 
 from .torch_versions import category_of
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
-
 
 def quieten_kineto() -> None:
-    """Keep Kineto from writing a line to stderr each time that it starts and stops.
-
-    It has no other switch than this variable, which it reads when it starts first; one that is set is left.
-    """
-    os.environ.setdefault(_LOG_LEVEL, "9")
+    """Keep Kineto from writing a line to stderr each time it starts and stops; only this variable switches that off."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch runs in this process. Private, since torch's own check is for its operators."""
+    """Return whether a profiler of torch runs in this process; torch has no public check."""
     return bool(torch.autograd._profiler_enabled())
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """A stretch of a run by its name, in the trace of whatever profiler of torch runs; nothing where none does."""
+    """Name a stretch of a run in the trace of the torch profiler that runs, if any."""
     return record_function(name) if is_profiled() else nullcontext()
 
 
 def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, int, int]]:
-    """Name, kind (Kineto's category), start and end [ns] and thread of each event of a profiler that has stopped.
-
-    `events()` is public, and makes a tree of objects with averages of them, which takes as long as a short step.
-    """
+    """Yield name, Kineto category, start and end [ns] and thread of each event; the public `events()` is slow."""
     inner = profiler.profiler
     found: Any = inner.kineto_results if inner is not None else None
     for each in found.events() if found is not None else ():
@@ -47,22 +39,18 @@ def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, i
 
 
 def record_memory_history(on: bool) -> None:
-    """Have CUDA's allocator write down what it gives, with the stack of who takes it. torch documents the names."""
+    """Let CUDA's allocator record allocations with their stacks. torch documents the private names."""
     torch.cuda.memory._record_memory_history("all" if on else None)
 
 
 def dump_memory_snapshot(path: Path) -> None:
-    """Write down the history, for https://docs.pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 def flight_records(*, with_stacks: bool = True) -> list[tuple[str, bytes, bytes]]:
-    """What torch has written down of this process's last collectives: (backend, as JSON, as torch's own pickle).
+    """Return torch's records of this process's last collectives: (backend, as JSON, as torch's own pickle).
 
-    Args:
-        with_stacks: whether the pickle says where each was called, for which torch reads symbols first: 1 to 3 s.
-
-    There are two recorders: that of NCCL, which builds without CUDA lack, and one for all other backends.
+    NCCL has a recorder of its own, if built. Stacks are in the pickle only, and their symbols take 1 to 3 s.
     """
     found = []
     for backend, as_json, as_pickle in (

@@ -25,11 +25,11 @@ from ..base.errors import MeshError, StrategyError
 from .torch_versions import compile_with_limit, functional_all_gather, functional_reduce_scatter
 
 GLOO_THREAD = "pt_gloo_runloop"
-"""How the system names threads that run gloo's collectives. Private because torch does not tell of them."""
+"""Name of the threads that run gloo's collectives, which torch does not document."""
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A mode under which nothing is compiled, so that torch need not keep its compiler away from each operator."""
+    """A mode under which nothing is compiled, so that torch need not disable its compiler at each operator."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -37,25 +37,19 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """Register the view `name` over `axes` in the root mesh, so that it can be sliced together with other axes.
-
-    Private because torch has no public call for it; `fully_shard` needs views and axes of one root mesh.
-    """
+    """Register the view `name` over `axes` in the root mesh, for `fully_shard`, which needs axes of one root mesh."""
     return mesh[tuple(axes)]._flatten(name)
 
 
 def slice_mesh(mesh: DeviceMesh, axes: str | tuple[str, ...]) -> DeviceMesh:
-    """`mesh[axes]`, without the warning of torch before 2.13 that it will soon refuse flattened views."""
+    """Return `mesh[axes]`, without the warning of torch before 2.13 that it will soon refuse flattened views."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh[axes]
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long collectives of a group wait for peers; None: of the group of all ranks.
-
-    Private, since torch tells a group's options to nobody.
-    """
+    """Return how long collectives of a group (None: that of all ranks) wait for peers; its options are private."""
     group = group or dist.group.WORLD
     if group is None:
         raise MeshError("there is no process group. Open a world first.")
@@ -69,7 +63,7 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
 
 @contextmanager
 def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
-    """Give this timeout to all process groups that are made in the context, by whomever.
+    """Give this timeout to all process groups that any code makes in the context.
 
     torch gives its own (30 minutes; NCCL: 10) to groups of a `DeviceMesh` and of packages that ask for none; what sets
     it afterwards, and the registry of groups, are private.
@@ -84,89 +78,63 @@ def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def live_groups() -> list[dist.ProcessGroup]:
-    """The process groups that this rank is in; see `groups_with_timeout`."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The p-norm of each tensor, in few kernel launches; computed in `dtype`, or in the tensors' own.
-
-    `torch.nn.utils.get_total_norm` does the same, but puts the norms together in the tensors' dtype.
-    """
+    """Return the p-norm of each tensor in few kernel launches; `get_total_norm` would combine them in their dtype."""
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype)) if tensors else []
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all tensors in place by a 0-dim factor, in few kernel launches.
-
-    `torch.nn.utils.clip_grads_with_norm_` does the same, but takes parameters, not the local parts of DTensors.
-    """
+    """Multiply tensors, local parts of DTensors too, in place by a 0-dim factor, in few kernel launches."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others of their shapes, and perhaps other dtypes, in few kernel launches."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
-    """A new tensor: the "sum" or "max" over the ranks of the group.
-
-    Functional collectives, here and below, since the public ones work in place and cannot be traced by torch.compile
-    within autograd functions.
-    """
+    """Return the "sum" or "max" over the group; functional, as all below, since torch.compile traces no others."""
     return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), op, group))
 
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks of the group, one behind the other along `dim`; see `all_reduce`."""
+    """Concatenate the tensors of all ranks of the group along `dim`; see `all_reduce`."""
     return funcol.wait_tensor(functional_all_gather(tensor.contiguous(), dim % tensor.dim(), group))
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along `dim`, which the group divides, of the sum over its ranks; see `all_reduce`."""
+    """Return this rank's shard along `dim` of the sum over the ranks of the group; see `all_reduce`."""
     return funcol.wait_tensor(functional_reduce_scatter(tensor.contiguous(), "sum", dim % tensor.dim(), group))
 
 
 def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup, sends: list[int] | None = None, receives: list[int] | None = None
 ) -> Tensor:
-    """The first dim in parts, one to each rank of the group and one from each; see `all_reduce`.
-
-    Args:
-        sends, receives: lengths of the parts, by rank; None: all are equal.
-    """
+    """Exchange parts of the first dim, of these lengths by rank (None: equal ones); see `all_reduce`."""
     return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), receives, sends, group))
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Whether a placement divides the tensor; `Placement.is_shard` answers False for torch 2.13's strided shards,
-    which `fully_shard` makes of parameters that tensor parallelism shards along the same dim.
-    """
+    """Return whether a placement shards; `is_shard` is False for `fully_shard`'s strided shards in torch 2.13."""
     return placement.is_shard() or isinstance(placement, _StridedShard)
 
 
 def packed_shard(dim: int, parts: int) -> Placement:
-    """The placement of `parts` equal parts that lie one behind the other along `dim`, each of which is sharded.
-
-    Private because torch has no public placement for it.
-    """
+    """Return the placement of `parts` equal parts, concatenated along `dim`, each of which is sharded."""
     return _StridedShard(dim, split_factor=parts)
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor that `packed_shard` divides along its last axis."""
     return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
 
 
 def gather_packed(tensor: DTensor) -> DTensor:
-    """Gather a tensor along its last axis, along which `packed_shard` divides it evenly. Collective.
-
-    torch 2.11 to 2.12 take every `_StridedShard` for the trace of another axis that shards the same dim, and refuse to
-    redistribute one that is none.
-    """
+    """Gather a `packed_shard` along the last axis, which torch before 2.13 refuses to redistribute. Collective."""
     mesh, placement = tensor.device_mesh, tensor.placements[-1]
     axis, dim, parts = mesh.ndim - 1, placement.dim, placement.split_factor
     ranks = mesh.shape[axis]
@@ -184,107 +152,57 @@ def gather_packed(tensor: DTensor) -> DTensor:
     )
 
 
-def is_matrix_product(op: Any) -> bool:
-    """Whether an operator is a matrix product of weights, for selective recomputation.
+# -- operators, known by names that torch does not promise to keep
 
-    Operators are known by their names, which torch does not promise to keep. `_grouped_mm` is that of experts.
-    """
+
+def is_matrix_product(op: Any) -> bool:
+    """Return whether an operator is a matrix product of weights; `_grouped_mm` is that of experts."""
     return str(op).removesuffix(".default") in ("aten.mm", "aten.addmm", "aten._grouped_mm")
 
 
 @functools.cache
 def is_attention(op: Any) -> bool:
-    """Whether an operator is a whole attention: any variant of scaled_dot_product_attention, or flex attention."""
+    """Return whether an operator is a whole attention: a variant of scaled_dot_product_attention, or flex attention."""
     return str(op).startswith(("aten._scaled_dot_product_", "aten.scaled_dot_product_", "flex_attention"))
 
 
 @functools.cache
 def is_choice(op: Any) -> bool:
-    """Whether an operator chooses the largest of candidates, values and indices, as routers choose experts."""
+    """Return whether an operator chooses the largest of candidates, values and indices, as routers choose experts."""
     return str(op) == "aten.topk.default"
 
 
 def is_communication(op: Any) -> bool:
-    """Whether an operator is a functional collective or waits for one; those of tensor parallelism are.
-
-    FSDP's own (`c10d`) write into buffers and are no results to be held.
-    """
+    """Return whether an operator is a functional collective or its wait; FSDP's (`c10d`) have no results to hold."""
     return str(op).startswith(("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional."))
 
 
-def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:
-    """`torch.compile` that may keep so many versions of a function.
-
-    torch shares one limit between all functions with the same source (the blocks of a stack), 8 by default, beyond
-    which it goes on uncompiled with a warning.
-    """
-    # Tensor parallelism writes down what it has copied, and forgets it when the block ends: also within a checkpoint,
-    # where torch traces that only if told, by a setting of a private module, that backward need not do it again.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    return compile_with_limit(function, backend=backend, recompile_limit=versions)
-
-
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Where a module keeps its own parameters; what is put there, a plain tensor too, its forward sees.
-
-    Private because `setattr` and `register_parameter` take parameters alone, and `swap_tensors` exchanges values for
-    all who hold the tensor.
-    """
-    return module._parameters
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that runs now, after what was queued before; it may raise.
-
-    Private because torch's public hooks belong to tensors, of which none is known to come last. `fully_shard` queues
-    its own end of a backward by the same method.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def storage_of(tensor: Tensor) -> tuple[int, Any]:
-    """A key that is the same for all views of one storage, and what must be kept alive for it to stay so.
-
-    `_cdata` is private; the Python object of a storage is not always the same.
-    """
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor, or a view of the same memory, was written into; `_version` is how autograd counts it."""
-    return tensor._version
-
-
 def name_of(operator: Any) -> str:
-    """Of an operator, without that of its overload, such as "aten::normal_"; its schema is private."""
+    """Return an operator's name without its overload, such as "aten::normal_"."""
     return str(operator._schema.name)
 
 
+def _arguments(operator: Any) -> Sequence[Any]:
+    """Arguments in an operator's schema, which torch's own dispatch modes read; those of higher order have none."""
+    return operator._schema.arguments if hasattr(operator, "_schema") else ()
+
+
 def names_of_arguments(operator: Any) -> list[str]:
-    """Of an operator; none of those of higher order, which have no schema."""
-    return [argument.name for argument in operator._schema.arguments] if hasattr(operator, "_schema") else []
+    return [argument.name for argument in _arguments(operator)]
 
 
 @functools.cache
 def written_arguments(operator: Any) -> tuple[int | str, ...]:
-    """Positions, or names of keyword-only arguments, that an operator writes into.
-
-    `_schema` is private and is what torch's own dispatch modes read; operators of higher order have none.
-    """
-    arguments = operator._schema.arguments if hasattr(operator, "_schema") else ()
+    """Return positions, or names of keyword-only arguments, that an operator writes into."""
     return tuple(
         argument.name if argument.kwarg_only else index
-        for index, argument in enumerate(arguments)
+        for index, argument in enumerate(_arguments(operator))
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator draws random numbers.
-
-    Operators carry a tag for it; a probability of 0 is a matter of the arguments, which `_schema` names.
-    """
+    """Return whether a call of an operator draws random numbers: it has torch's tag, and no probability of 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
     for index, argument in enumerate(operator._schema.arguments):
@@ -292,3 +210,90 @@ def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str
             given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
             return given != 0
     return True
+
+
+def arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Count floating-point operations of a matrix product, an attention or a convolution; 0 for other operators.
+
+    torch's counter misses attention on a CPU and grouped products, and counts all pairs of a causal attention.
+    """
+    if is_attention(operator):
+        return _attention_arithmetic(operator, args, kwargs)
+    name = _plain_name(operator)
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if name in ("mm", "bmm", "_grouped_mm", "addmm", "baddbmm"):
+        left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
+        # Groups share one dim of the operands, such as the rows that weight gradients of experts sum over.
+        groups = result.shape[0] if name == "_grouped_mm" and left.dim() == 2 and result.dim() == 3 else 1
+        return 2 * int(result.numel()) * left.shape[-1] // groups
+    if name in ("convolution", "_convolution"):
+        return 2 * int(result.numel()) * tensors[1][0].numel()
+    return 0
+
+
+@functools.cache
+def _plain_name(operator: Any) -> str:
+    return str(operator).removeprefix("aten.").split(".")[0].removesuffix("_")
+
+
+def _attention_arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Count two products in forward, five in backward, for each pair of a query and a key that act on each other.
+
+    Flex attention has no schema, begins with query, key and value, and has a mask.
+    """
+    names = names_of_arguments(operator)
+    given = {**dict(zip(names or ("query", "key", "value"), args, strict=False)), **kwargs}
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    mask = given.get("attn_mask") if "attn_mask" in names else given.get("attn_bias")
+    queries, keys = query.shape[-2], key.shape[-2]
+    keys_before = keys - queries
+    # Kernels that know no masks align the last query with the last key if they are causal.
+    if bool(given.get("is_causal")):
+        keys_before = keys_before if {"attn_mask", "attn_bias"}.isdisjoint(names) else 0
+    elif mask is None and names:
+        keys_before = keys
+    pairs = query.shape[:-2].numel() * _pairs(queries, keys, keys_before)
+    if "backward" in str(operator):
+        return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _pairs(queries: int, keys: int, before: int) -> int:
+    """Count pairs where query i acts on the first `before + i + 1` of the keys."""
+    first = max(0, -before)
+    # Queries whose keys grow one by one, and those that have all.
+    growing = max(0, min(queries, keys - before) - first)
+    least = before + first + 1
+    return growing * least + growing * (growing - 1) // 2 + max(0, queries - first - growing) * keys
+
+
+# -- compilation, modules, autograd
+
+
+def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:
+    """Call `torch.compile` for up to so many versions, a limit that all functions of the same source share."""
+    # Tensor parallelism records what it has copied, and forgets it when the block ends. Within a checkpoint torch
+    # traces that only if a setting of a private module says that backward need not do it again.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    return compile_with_limit(function, backend=backend, recompile_limit=versions)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dict of a module's own parameters, which also takes plain tensors, unlike `setattr`."""
+    return module._parameters
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs now, in the queue that `fully_shard` uses; it may raise."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def storage_of(tensor: Tensor) -> tuple[int, Any]:
+    """Return a key that all views of one storage share, and the object that must be kept alive for it to stay valid."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return autograd's count of writes into a tensor or a view of the same memory."""
+    return tensor._version

@@ -1,25 +1,77 @@
-"""Private and version-dependent names of transformers."""
+"""Private and version-dependent names of transformers. Importing this module imports neither it nor torch."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ModelError
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# -- model types and chat templates, which processes without torch use
+
+_TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
+_ENTRY = re.compile(r"""["']([\w.-]+)["']\s*[,:]\s*["']\w+Config["']""")
+
+
+def model_types() -> list[str]:
+    """Return the keys of transformers' `CONFIG_MAPPING`, in any order, read from its sources where that is possible.
+
+    There is no public list without torch. If the mapping is loaded, it may have types of the user's own.
+    """
+    loaded: Any = sys.modules.get("transformers.models.auto.configuration_auto")
+    found = [] if loaded else _read_types()
+    if not found:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        found = list(CONFIG_MAPPING.keys())
+    return found
+
+
+def _read_types() -> list[str]:
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return []
+    files = [Path(package.origin).parent / "models" / "auto" / name for name in _TYPE_FILES]
+    if not all(file.is_file() for file in files):
+        return []
+    texts = [file.read_text(encoding="utf-8").partition("\n__all__")[0] for file in files]
+    return list(dict.fromkeys(name for text in texts for name in _ENTRY.findall(text)))
+
+
+def render_marked(
+    template: str, messages: Sequence[Any], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return what a template writes, and the spans of characters that it writes inside of `{% generation %}`.
+
+    `apply_chat_template` gives only the tokens that a span touches. The function that it calls is undocumented.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        conversations=[list(messages)],
+        tools=None if tools is None else list(tools),
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **variables,
+    )
+    return texts[0], list(spans[0])
+
+
+# -- loading and saving
+
 
 def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dtype: Any) -> tuple[nn.Module, Any]:
-    """The causal LM of a configuration with the values of a state dict, loaded as transformers loads a directory.
+    """Load the causal LM of a configuration from a state dict as from a directory; return it and what does not match.
 
-    All names here are public. But that tensors are passed on as they are, so that those of a subclass without values
-    end up as parameters of the model, and that nothing else is allocated, is how transformers happens to do it.
-    Gives the model and what is missing, unexpected and mismatched.
+    All names are public, but that tensors without values are passed on as they are is not promised.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -38,10 +90,9 @@ def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dt
 
 
 def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model's modules, in the names and shapes of published checkpoints; views of them where it can be.
+    """Return tensors of a model's modules in the names and shapes of published checkpoints, as views where possible.
 
-    Models of transformers may hold in one parameter what their checkpoints hold in several (experts). The function is
-    what `save_pretrained` calls, but has no public name.
+    Models may hold in one parameter what their checkpoints hold in several (experts); `save_pretrained` calls the same.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,10 +100,7 @@ def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """The names of a model's tensors, together where `to_saved_format` makes something of several of them.
-
-    Private like it; what it does with names is repeated here.
-    """
+    """Group the names of a model's tensors that `to_saved_format` combines; its matching of names is repeated here."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -71,10 +119,7 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
 
 
 def nested_configs(model: nn.Module) -> list[Any]:
-    """The configurations of transformers that a model's modules hold, with those nested in them; each once.
-
-    Private because the setting below is.
-    """
+    """Return the configurations of transformers that a model's modules hold, with those nested in them; each once."""
     found: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
@@ -90,27 +135,17 @@ def nested_configs(model: nn.Module) -> list[Any]:
 
 
 def attention_setting(config: Any) -> str | None:
-    """The name of the attention that a configuration chooses, of itself alone.
-
-    `set_attn_implementation` of a model is public, but checks and changes more.
-    """
+    """Return the attention that a configuration itself chooses; `set_attn_implementation` of a model changes more."""
     setting: str | None = config._attn_implementation_internal
     return setting
 
 
 def set_attention(config: Any, name: str | None) -> None:
-    """What `attention_setting` reads."""
     config._attn_implementation_internal = name
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
-    """The function that an attention layer of transformers calls for an implementation.
-
-    Eager attention has no name but in the file of the layer, by a convention that all files keep (transformers 5.23).
-
-    Raises:
-        ModelError: the layer does not keep it.
-    """
+    """Return the attention function of a layer; eager ones are named by a convention of all files (5.23)."""
     names = inspect.unwrap(type(module).forward).__globals__
     eager, interface = names.get("eager_attention_forward"), names.get("ALL_ATTENTION_FUNCTIONS")
     if interface is None or (eager is None and implementation == "eager"):
@@ -123,7 +158,6 @@ def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Let transformers find an attention function, and the function that makes its masks, by a name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -131,7 +165,6 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def mask_maker(implementation: str) -> Callable[..., Tensor]:
-    """The function of transformers that makes masks for an implementation."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     function: Callable[..., Tensor] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
@@ -139,11 +172,10 @@ def mask_maker(implementation: str) -> Callable[..., Tensor]:
 
 
 def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
-    """A mask function that keeps documents apart, whose positions restart; and whether there are several.
+    """Return a mask function that isolates documents, whose positions restart; and whether there are several.
 
-    As transformers itself does it for sequences without an attention mask; the functions are not documented. Up to 5.22
-    mask functions see the places of tokens in the row, from 5.23 on those in the document: it matters to attention in
-    chunks.
+    Up to 5.22 mask functions see the places of tokens in the row, from 5.23 on those in the document, which matters to
+    attention in chunks.
     """
     from transformers import masking_utils
 
@@ -157,19 +189,13 @@ def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tupl
 
 
 def is_left_out_of_files(model: nn.Module, name: str) -> bool:
-    """Whether `save_pretrained` leaves a tensor of a model out, since the model makes it anew.
-
-    The patterns have no public name.
-    """
+    """Return whether `save_pretrained` leaves a tensor out, by patterns of the model that have no public name."""
     patterns = getattr(model, "_keys_to_ignore_on_save", None) or []
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def save_code(model: nn.Module, directory: Path) -> None:
-    """Write the files of a model's class, if they came with it, and note them in its configuration.
-
-    As `save_pretrained` does it for a whole model; which classes are such is told by a private name.
-    """
+    """Write the code of a model's class, if it came with the model, and name it in the configuration."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_auto_class", None) is not None:
         from transformers.dynamic_module_utils import custom_object_save
@@ -179,11 +205,7 @@ def save_code(model: nn.Module, directory: Path) -> None:
 
 
 def never_ask() -> None:
-    """From now on, transformers does not ask whether to run the code that comes with files, and runs none.
-
-    It asks where `trust_remote_code` was not passed on, as its auto class for tokenizers does not. With no time to
-    answer it refuses at once.
-    """
+    """Let transformers refuse code of files at once, instead of asking where `trust_remote_code` was not passed on."""
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
@@ -194,17 +216,17 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
-    """The rotary embeddings of a model that look at how long a forward is; of `modeling_rope_utils` in 5.17 to 5.23."""
+    """Return the rotary embeddings that depend on the length of a forward (`modeling_rope_utils`, 5.17 to 5.23)."""
 
-    def kinds(module: nn.Module) -> list[Any]:
-        kind = getattr(module, "rope_type", None)
-        return list(kind.values()) if isinstance(kind, dict) else [kind]
-
-    return [module for module in model.modules() if not {*LENGTH_DEPENDENT}.isdisjoint(map(str, kinds(module)))]
+    kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
+    listed = ((module, kind.values() if isinstance(kind, dict) else [kind]) for module, kind in kinds)
+    return [module for module, values in listed if not {*LENGTH_DEPENDENT}.isdisjoint(map(str, values))]
 
 
 def forget_length(rope: nn.Module, hidden: Tensor, layer_type: str | None = None) -> None:
-    """Give a `dynamic` rotary embedding its first frequencies again, as a short forward does."""
+    """Reset a `dynamic` rotary embedding to its first frequencies, as a short forward does."""
+    import torch
+
     kind = rope.rope_type[layer_type] if isinstance(rope.rope_type, dict) else rope.rope_type
     if kind != "dynamic":
         return

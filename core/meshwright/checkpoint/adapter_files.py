@@ -13,11 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .._compat.peft import file_names, is_transposed
-from .._compat.peft_tying import adapted_on_meta
+from .._compat.peft import adapted_on_meta, file_names, is_transposed
 from ..base.errors import CheckpointError
-from ..model.adapter import read_adapter_config
-from ..model.adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder
+from ..model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder, read_adapter_config
 from .stored_model import StoredModel, copy_files, first_names
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
 from ..base.errors import CheckpointError, ConfigError
 from ..mesh.world import World
-from ..model.base_files import GENERATION_CONFIG, generation_json
+from ..model.model_files import GENERATION_CONFIG, generation_json
 from ..tensors.state import TensorKind
 from .adapter_files import AdapterFiles, has_adapters
 from .loading import checked

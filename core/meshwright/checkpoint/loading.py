@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..base.errors import CheckpointError, TornCheckpointError
 from ..files.terminal import warn
 from ..mesh.world import World
-from ..model.adapter_base import FromBase, base_of, left_out
+from ..model.adapter import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind

@@ -88,7 +88,7 @@ class Manifest:
         scheduler: state of the learning-rate schedule; None without one.
         extra: values of the caller, JSON.
         files: by name, relative to the checkpoint.
-        base: of a checkpoint that holds adapters alone: see `meshwright.model.adapter_base.Base`.
+        base: of a checkpoint that holds adapters alone: see `meshwright.model.adapter.Base`.
         is_signed: whether it has a signature, which was checked if the place it was read from has a key.
     """
 

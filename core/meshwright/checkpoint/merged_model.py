@@ -19,17 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import active_copies, base_name, wrappers
-from .._compat.peft_tying import adapted_on_meta, merged_alike
+from .._compat.peft import active_copies, adapted_on_meta, base_name, merged_alike, wrappers
 from ..base.errors import CheckpointError, ConfigError, ModelError
-from ..model.adapter import files_of, read_adapter_config
-from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.base_files import kept_files, tokenizer_files, without_replaced
+from ..model.adapter import ADAPTER_CONFIG, Base, files_of, fingerprint_of, read_adapter_config, read_base
 from ..model.configuration import config_from_directory
+from ..model.layout import set_tied
 from ..model.merge import merged_layer
+from ..model.model_files import Source, kept_files, tokenizer_files, without_replaced
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
-from ..model.pretrained.files import Source
-from ..model.ties import set_tied
 from ..tensors.state import TensorKind
 from .adapter_files import adapter_configs_of, check_tensors_of, has_adapters
 from .export import Export, as_bytes, check_empty, written_whole

@@ -21,8 +21,8 @@ from .._compat.transformers import save_code
 from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
 from ..mesh.world import new_group
-from ..model.adapter_base import adapter_configs, adapter_folder, base_of, left_out
-from ..model.base_files import GENERATION_CONFIG, generation_json, kept_files, without_replaced
+from ..model.adapter import adapter_configs, adapter_folder, base_of, left_out
+from ..model.model_files import GENERATION_CONFIG, generation_json, kept_files, without_replaced
 from ..strategy.contract import StrategyManager
 from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded

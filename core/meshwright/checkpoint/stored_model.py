@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
 from ..files.parsing import reason
-from ..model.configuration import check_brings_no_code
-from ..model.remote_code import check_needs_no_code
+from ..model.configuration import check_brings_no_code, check_needs_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE
 from .index import read_index

@@ -97,7 +97,7 @@ def export(
         if trust_remote_code is not None:
             from ..checkpoint.directory import HUGGING_FACE
             from ..checkpoint.remote import is_url
-            from ..model.remote_code import trust_code
+            from ..model.configuration import trust_code
 
             if is_url(checkpoint):
                 raise ConfigError(

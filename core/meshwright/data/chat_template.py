@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from .._compat.chat_templates import render_marked
+from .._compat.transformers import render_marked
 from ..base.errors import ConfigError, DataError
 from ..files.parsing import read_regular, time_limit
 from .conversations import ANSWERS, REASONING, Conversation, LossOn

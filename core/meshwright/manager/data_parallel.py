@@ -21,8 +21,7 @@ from ..base.errors import StrategyError
 from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
-from ..model.layout import ModelLayout
-from ..model.ties import note_ties
+from ..model.layout import ModelLayout, note_ties
 from ..model.weights import Weights, fill, materialize
 from ..optim.groups import Trained, for_model, what_is_trained
 from ..optim.trial import call_factory, check_optimizer

@@ -17,7 +17,7 @@ from ..base.errors import ModelError, StrategyError
 from ..base.validation import NO_FLOAT16
 from ..files.terminal import warn
 from ..mesh.mesh import Mesh
-from ..model.size import check_elements
+from ..model.layout import check_elements
 from ..model.weights import Weights, deferred_weights, is_meta
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def asks_for_router_loss(model: nn.Module) -> bool:
 def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
     """Refuse a model that would train wrongly or not at all (ModelError); tie adapters that peft ties by memory."""
     if "peft" in sys.modules:
-        from .._compat.peft_tying import tie_adapters
+        from .._compat.peft import tie_adapters
 
         tie_adapters(model)
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):

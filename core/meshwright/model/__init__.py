@@ -1,3 +1,1 @@
-"""A model as structure and values: its blocks, how it is made, filled, recomputed and compiled. Nothing of the mesh's
-axes.
-"""
+"""A model as structure and values: its blocks, how it is made, filled, recomputed and compiled. Knows no mesh axis."""

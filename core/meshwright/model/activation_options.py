@@ -1,4 +1,4 @@
-"""What `activation_checkpointing` may be beside false, true, "full" and "selective". No torch in this module."""
+"""What `activation_checkpointing` may be besides false, true, "full" and "selective". No torch in this module."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"] | Activ
 
 
 def activation_field(held: str = "every second matrix product and attention") -> Any:
-    """The field of a strategy's config for `activation_checkpointing`.
-
-    Args:
-        held: what "selective" does not compute again.
-    """
+    """Return a config's field `activation_checkpointing`; `held` is what "selective" does not recompute."""
     return Field(
         default=False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
@@ -50,7 +46,7 @@ def activation_field(held: str = "every second matrix product and attention") ->
 
 
 def told(value: ActivationCheckpointing) -> str:
-    """The option as a user has written it."""
+    """Return the option as a user writes it."""
     if isinstance(value, ActivationOptions):
         given = {name: each for name, each in value.model_dump().items() if each is not None}
         return "{" + ", ".join(f"{name}: {each}" for name, each in given.items()) + "}"
@@ -58,5 +54,5 @@ def told(value: ActivationCheckpointing) -> str:
 
 
 def needs_equal_operators(value: ActivationCheckpointing) -> bool:
-    """Whether the recomputation of a block must call the operators of its forward, since some results are held."""
+    """Return whether the recomputation of a block must call the operators of its forward, since results are held."""
     return value == "selective" or (isinstance(value, ActivationOptions) and value.budget_gb is not None)

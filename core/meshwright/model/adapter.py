@@ -1,16 +1,23 @@
-"""A model with an adapter of peft, and where its values come from, also where the base model has none yet.
+"""A model with an adapter of peft, where its values come from, and which base lies below it.
 
 The adapter is drawn as peft draws it, by peft, whatever the base is: for a base on the meta device its parameters are
-for this while tensors on the CPU that are not a number anywhere and take no memory. So an adapter that starts from
-values of the base is known by what it becomes, and is refused, but for two kinds that are told apart: copies of whole
-modules, which are read as the base's, and the magnitudes of DoRA, which are computed from the base's rows, a few at a
-time. A rank holds all of what is drawn; it is the part of the model that is small.
+replaced meanwhile by tensors on the CPU that are NaN everywhere and take no memory. So an adapter that starts from
+values of the base is recognized by NaN in it, and is refused, except for two kinds: copies of whole modules, which are
+read as the base's, and the magnitudes of DoRA, which are computed from the base's rows, a few at a time. A rank holds
+all of what is drawn; it is the small part of the model.
+
+[Note: the base] An adapter is of use with the base alone that it was trained on. A base is identified by where its
+files are, and by a fingerprint of what they hold, so that it may be moved. What comes from it and does not train is in
+no checkpoint. A model of an unknown base (made by a script, with weights of its own) is saved whole.
 Source: Hu et al. 2021, arXiv:2106.09685; Liu et al. 2024, arXiv:2402.09353 (DoRA); peft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,35 +34,134 @@ from .._compat.peft import (
     magnitudes,
     require_peft,
     stand_in,
+    tie_adapters,
 )
-from .._compat.peft_tying import tie_adapters
 from ..base.errors import ModelError, nearest
 from ..files.parsing import read_json_object, reason
-from .adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_configs
-from .pretrained.files import Source, open_safetensors, rectangle
+from .model_files import Source, open_directory, open_safetensors, rectangle
 from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
 
+BASE_FILE = "meshwright_base.json"
+"""The file of an adapter's directory that names its base; peft passes over it."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Names of peft."""
 AT_ONCE = 1 << 24
-"""So many elements of a base weight are looked at together."""
-
-
+"""So many elements of a base weight are read together."""
+_ROWS, _ELEMENTS = 4, 512
+"""Of each tensor, so many rows go into a fingerprint, and of each so many elements."""
 _DRAWN_ALONE = (
     "Values of the base are read only when the model has been sharded: use an adapter that is drawn without them "
     "(init_lora_weights=true, gaussian or orthogonal), or go on from one that is saved."
 )
 
+# -- the base
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model below adapters: its absolute directory, or its hub id and revision; see `fingerprint_of`."""
+
+    path: str
+    revision: str | None
+    fingerprint: str
+
+    def told(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        revision = f" at {self.revision}" if self.revision else ""
+        return f"{self.path}{revision} (fingerprint {self.fingerprint[:12]})"
+
+
+@dataclass(frozen=True)
+class FromBase:
+    """The base of an adapted model, and the name in its files of each parameter that has its values from there."""
+
+    base: Base
+    names: Mapping[str, str]
+
+
+def remember_base(model: nn.Module, base: Base, names: Iterable[str]) -> None:
+    """Attach its base to an adapted model, given the names of the base's own parameters."""
+    known = set(names)
+    named = ((name, base_name(name)) for name, _ in model.named_parameters(remove_duplicate=False))
+    model.meshwright_base = FromBase(base, {name: below for name, below in named if below in known})
+
+
+def base_of(parts: Sequence[nn.Module]) -> FromBase | None:
+    """Return what `remember_base` has attached to the model of these parts; None for others."""
+    found: FromBase | None = getattr(parts[0], "meshwright_base", None) if parts else None
+    return found
+
+
+def left_out(parts: Sequence[nn.Module]) -> frozenset[str]:
+    """Return the names of parameters that a checkpoint need not hold: those of the base that do not train."""
+    found = base_of(parts)
+    if found is None:
+        return frozenset()
+    trained = {name for part in parts for name, value in part.named_parameters() if value.requires_grad}
+    return frozenset(found.names.keys() - trained)
+
+
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
+    """Return peft's configuration of each adapter by name; empty without adapters."""
+    found = getattr(model, "peft_config", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def adapter_folder(name: str) -> str:
+    """Return the folder of an adapter below that of all: peft has no folder for "default"."""
+    return "." if name == "default" else name
+
+
+def fingerprint_of(directory: Path, *, allow_pickle: bool = False) -> str:
+    """Return a digest of the weight files of a directory: each tensor's name, shape, dtype, and values of four rows.
+
+    It does not depend on the sizes of files. Training changes it; a change of a few single values may not.
+    """
+    digest = hashlib.sha256()
+    for name, source in sorted(open_directory(directory, allow_pickle=allow_pickle).items()):
+        digest.update(json.dumps([name, list(source.shape), str(source.dtype)]).encode())
+        for value in _sampled(source):
+            digest.update(value)
+    return digest.hexdigest()
+
+
+def _sampled(source: Source) -> Iterator[bytes]:
+    shape = list(source.shape)
+    if 0 in shape:
+        return
+    # A vector is one row.
+    outer, inner = (shape[:1], shape[1:]) if len(shape) > 1 else ([], shape)
+    sizes, left = list(inner), _ELEMENTS
+    for dim in reversed(range(len(inner))):
+        sizes[dim], left = min(inner[dim], left), max(1, left // inner[dim])
+    last = outer[0] - 1 if outer else 0
+    for row in sorted({last * i // (_ROWS - 1) for i in range(_ROWS)}):
+        value = source.read([*[row for _ in outer], *[0] * len(inner)], [*[1 for _ in outer], *sizes])
+        yield value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def read_base(directory: Path) -> Base | None:
+    """Return the base that a run has recorded with an adapter; None if it has not."""
+    path = directory / BASE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return Base(**read_json_object(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} names no base ({error}). Write the adapter again, or remove the file.") from None
+
+
+# -- the adapter
+
 
 class AdapterWeights:
-    """The values of an adapted model by peft's names; `Weights` of it.
-
-    Attributes:
-        base: of the base model.
-        own: what has been drawn, whole.
-    """
+    """Values of an adapted model by peft's names: those of the base, and what was drawn (`own`); `Weights` of it."""
 
     def __init__(
         self,
-        base: Weights,
+        base: Weights | None,
         own: Mapping[str, Tensor],
         files: Mapping[str, Source],
         magnitudes: Mapping[str, Callable[[int, int], Tensor]],
@@ -64,17 +170,18 @@ class AdapterWeights:
         self._files, self._magnitudes = files, magnitudes
 
     def __contains__(self, name: object) -> bool:
-        own = (self._files, self._magnitudes, self.own)
-        return any(name in each for each in own) or base_name(str(name)) in self.base
+        is_own = any(name in each for each in (self._files, self._magnitudes, self.own))
+        return is_own or (self.base is not None and base_name(str(name)) in self.base)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """See `meshwright.model.weights.Weights`."""
         if name in self._files:
             return self._files[name].read(offsets, sizes)
         if name in self._magnitudes:
             return self._magnitudes[name](offsets[0], sizes[0])
         if name in self.own:
             return self.own[name][rectangle(offsets, sizes)]
+        if self.base is None:
+            raise ModelError(f"no values of {name}")
         return self.base.read(base_name(name), offsets, sizes)
 
 
@@ -86,24 +193,16 @@ def with_adapter(
     seed: int,
     adapter_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Weights | None]:
-    """Put an adapter into a model, trainable, under peft's name for it, "default".
+    """Put an adapter into a model, in place, trainable, under peft's name for it, "default". No communication.
 
-    The values are those that one process gets from `torch.manual_seed(seed)` and `peft.get_peft_model`, equal on every
-    rank. No communication.
+    Values are those that one process gets from `torch.manual_seed(seed)` and `peft.get_peft_model`.
 
     Args:
-        model: of transformers; it becomes the base, in place.
         weights: of the model by its own names; None: it has its values already.
-        peft_config: of peft, such as `LoraConfig(...)`; None: that of `adapter_dir`.
-        seed: of what is drawn.
-        adapter_dir: of an adapter that `save_pretrained` of peft wrote, to go on from.
+        peft_config: such as `LoraConfig(...)`; None: that of `adapter_dir`, a saved adapter to go on from.
 
     Returns:
         The `PeftModel`, on the meta device where the model was, and the values of it; None where it has them.
-
-    Raises:
-        ModelError: peft is not installed, or refuses; the adapter starts from values that the base does not have yet;
-            the files are not those of this adapter and base.
     """
     require_peft()
     directory = None if adapter_dir is None else Path(adapter_dir)
@@ -124,33 +223,32 @@ def with_adapter(
         torch.manual_seed(seed)
         adapted = tie_adapters(inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else ""))
     files = {} if directory is None else files_of(directory, adapted)
-    if not is_deferred or weights is None:
-        if files:
-            fill(adapted, AdapterWeights(_Nothing(), {}, files, {}))
-        return adapted, weights
-    return adapted, values_on_meta(adapted, weights, files)
+    if is_deferred and weights is not None:
+        return adapted, values_on_meta(adapted, weights, files)
+    if files:
+        fill(adapted, AdapterWeights(None, {}, files, {}))
+    return adapted, weights
 
 
 def values_on_meta(adapted: nn.Module, weights: Weights, files: Mapping[str, Source]) -> Weights:
-    """The values of a model whose adapter peft has drawn over a base of stand-ins; leaves the model on the meta device.
+    """Return the values of a model whose adapter peft has drawn over a base of stand-ins; leave it on the meta device.
 
-    Args:
-        weights: of the base.
-        files: of a saved adapter, by the names of the adapted model; they replace what was drawn.
-
-    Raises:
-        ModelError: the adapter starts from values of the base.
+    `weights` are the base's; `files`, by the names of the adapted model, replace what was drawn.
     """
-    made = AdapterWeights(weights, _drawn(adapted, weights), files, _magnitudes(adapted, weights))
-    wrong = next((name for name, value in made.own.items() if name not in files and bool(value.isnan().any())), None)
+    computed = {name: partial(_norms, weights, path, factors) for name, path, factors in magnitudes(adapted)}
+    drawn = {
+        name: parameter.detach()
+        for name, parameter in adapted.named_parameters(remove_duplicate=False)
+        if name not in computed and base_name(name) not in weights
+    }
+    wrong = next((name for name, value in drawn.items() if name not in files and bool(value.isnan().any())), None)
     if wrong is not None:
         raise ModelError(f"{wrong} starts from values of the base model. {_why(adapted, wrong)}")
     leave_on_meta(adapted)
-    return made
+    return AdapterWeights(weights, drawn, files, computed)
 
 
 def _why(adapted: nn.Module, name: str) -> str:
-    """Which option lets a parameter start from values of the base, and what to do instead."""
     (config,) = adapter_configs(adapted).values()
     indices = getattr(config, "trainable_token_indices", None)
     if indices is not None and ".trainable_tokens_" in name:
@@ -162,28 +260,13 @@ def _why(adapted: nn.Module, name: str) -> str:
     return _DRAWN_ALONE
 
 
-def _drawn(adapted: nn.Module, base: Weights) -> dict[str, Tensor]:
-    """What peft has drawn, by name."""
-    computed = {name for name, *_ in magnitudes(adapted)}
-    named = adapted.named_parameters(remove_duplicate=False)
-    return {
-        name: parameter.detach() for name, parameter in named if name not in computed and base_name(name) not in base
-    }
-
-
-def _magnitudes(adapted: nn.Module, base: Weights) -> dict[str, Callable[[int, int], Tensor]]:
-    """For each magnitude of DoRA: its values from one entry on, so many."""
-    return {name: partial(_norms, base, path, factors) for name, path, factors in magnitudes(adapted)}
-
-
 def _norms(base: Weights, path: str, factors: Factors, start: int, size: int) -> Tensor:
-    """Norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
+    """Return norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
     found = []
     step = max(1, AT_ONCE // factors.shape[1])
     for begin in range(start // step * step, start + size, step):
         first, end = max(begin, start), min(begin + step, start + size)
-        count = end - first
-        offsets, sizes = (first, 0), (count, factors.shape[1])
+        offsets, sizes = (first, 0), (end - first, factors.shape[1])
         if factors.transposed:
             offsets, sizes = offsets[::-1], sizes[::-1]
         rows = base.read(f"{path}.weight", offsets, sizes).to(factors.dtype)
@@ -192,18 +275,14 @@ def _norms(base: Weights, path: str, factors: Factors, start: int, size: int) ->
 
 
 def read_adapter_config(directory: Path) -> Any:
-    """peft's configuration of a saved adapter, to be trained.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
-    """
+    """Return peft's configuration of a saved adapter, to be trained."""
     peft = require_peft()
     path = directory / ADAPTER_CONFIG
     if not path.is_file():
-        told = "is no directory" if not directory.is_dir() else f"holds no {ADAPTER_CONFIG}"
+        problem = "is no directory" if not directory.is_dir() else f"holds no {ADAPTER_CONFIG}"
         raise ModelError(
-            f"{str(directory)!r} {told}, so it is no adapter of peft. Give a directory that a run with model.peft, or "
-            f"peft's `save_pretrained`, has written."
+            f"{str(directory)!r} {problem}, so it is no adapter of peft. Give a directory that a run with model.peft, "
+            f"or peft's `save_pretrained`, has written."
         )
     try:
         read_json_object(path)
@@ -216,11 +295,7 @@ def read_adapter_config(directory: Path) -> Any:
 
 
 def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
-    """The tensors of a saved adapter by the names of the model.
-
-    Raises:
-        ModelError: they are not those of this adapter and this base.
-    """
+    """Return the tensors of a saved adapter by the names of the model; refuse another adapter or base."""
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise ModelError(
@@ -235,7 +310,7 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
             f"{path} lacks {len(lost)} tensors of the adapter that its configuration describes, such as {lost[0]}."
             f"{nearest(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
         )
-    # Whole embeddings may be saved beside the adapter, in the place of the base's.
+    # Whole embeddings may be saved with the adapter, in the place of the base's.
     names |= {key: key for key in stored.keys() & shapes.keys()}
     foreign = sorted(stored.keys() - names.keys())
     if foreign:
@@ -255,13 +330,3 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
     buffers = {name: stored[key] for key, name in names.items() if name not in parameters}
     # What is tied is known by each of its names.
     return buffers | {name: found[id(each)] for name, each in parameters.items() if id(each) in found}
-
-
-class _Nothing:
-    """Weights of no tensor."""
-
-    def __contains__(self, name: object) -> bool:
-        return False
-
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        raise ModelError(f"no values of {name}")

@@ -17,15 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import require_peft, stand_in
-from .._compat.peft_tying import tie_adapters
+from .._compat.peft import require_peft, stand_in, tie_adapters
 from ..base.errors import ConfigError, ModelError, nearest
 from ..files.parsing import reason
-from .adapter import read_adapter_config, values_on_meta, with_adapter
-from .adapter_base import ADAPTER_CONFIG, Base, adapter_configs, read_base, remember_base
+from .adapter import (
+    ADAPTER_CONFIG,
+    Base,
+    adapter_configs,
+    read_adapter_config,
+    read_base,
+    remember_base,
+    values_on_meta,
+    with_adapter,
+)
 from .weights import Weights, replace_parameters
 
-TYPES = ("lora",)
 BASE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 QUANTIZED = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
 OWN_KEYS = ("type", "adapter", "base_dtype")
@@ -36,13 +42,7 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Adapters of a run.
-
-    Attributes:
-        config: peft's, of the adapter that trains.
-        directory: of a saved adapter, whose values it begins with; None: new ones.
-        base_dtype: of the base; None: that of the whole model.
-    """
+    """Adapters of a run: peft's configuration, the directory of a saved adapter to go on from, dtype of the base."""
 
     config: Any
     directory: Path | None = None
@@ -50,19 +50,15 @@ class AdapterOptions:
 
 
 def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOptions:
-    """What a mapping, or a configuration of peft, says of adapters.
-
-    Args:
-        section: `{type: lora, r: 16, ...}`; `adapter`, a directory to go on from; `base_dtype`.
-        where: how to name it in errors.
-
-    Raises:
-        ModelError: peft is not installed, or the saved adapter cannot be read.
-        ConfigError: an option is unknown, not valid, or in conflict with the saved adapter.
-    """
+    """Read `{type: lora, r: 16, adapter: ..., base_dtype: ...}` or a configuration of peft; errors name it `where`."""
     require_peft()
     if not isinstance(section, Mapping):
-        return AdapterOptions(_checked(_own_config(section, where), where))
+        from peft import PeftConfig
+
+        if not isinstance(section, PeftConfig):
+            raise ConfigError(f"{where} must be a mapping of options or a configuration of peft, not {section!r:.200}.")
+        _config_class(_kind(section), where)
+        return AdapterOptions(_checked(copy.deepcopy(section), where))
     given = {str(key): value for key, value in section.items()}
     own = {key: given.pop(key) for key in OWN_KEYS if key in given}
     directory = None
@@ -77,12 +73,7 @@ def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOption
 def adapt(
     model: nn.Module, weights: Weights | None, options: AdapterOptions, base: Base | None, *, seed: int, where: str
 ) -> tuple[nn.Module, Weights | None]:
-    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved whole.
-
-    Raises:
-        ModelError: peft refuses, nothing in the model bears a name that is given, or the saved adapter is of another
-            base.
-    """
+    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved whole."""
     own, config = _checked_config(options, model, base, where)
     adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
     _note_base(adapted, base, own)
@@ -90,19 +81,9 @@ def adapt(
 
 
 class InjectedByOthers:
-    """An adapter that other code, such as a trainer, injects into a base on the meta device with `get_peft_model`.
+    """An adapter that other code, such as a trainer, injects into a base on the meta device by `get_peft_model`.
 
     Until then the base has stand-ins for its parameters, so that peft draws the adapter on the CPU.
-
-    Args:
-        model, weights, base: as of `adapt`.
-        options: without a saved adapter.
-
-    Attributes:
-        config: what to call `get_peft_model` with.
-
-    Raises:
-        ModelError: nothing in the model bears a name that is given.
     """
 
     def __init__(
@@ -113,18 +94,14 @@ class InjectedByOthers:
         replace_parameters(model, stand_in)
 
     def finish(self, adapted: nn.Module) -> Weights:
-        """The values of the adapted model, which is left on the meta device.
-
-        Raises:
-            ModelError: the adapter starts from values of the base.
-        """
+        """Return the values of the adapted model, and leave it on the meta device."""
         values = values_on_meta(tie_adapters(adapted), self._weights, {})
         _note_base(adapted, self._base, self._own)
         return values
 
 
 def _checked_config(options: AdapterOptions, model: nn.Module, base: Base | None, where: str) -> tuple[list[str], Any]:
-    """The names of a base's parameters, and a copy of the configuration, which peft may change."""
+    """Return the names of a base's parameters, and a copy of the configuration, which peft may change."""
     check_names(options.config, model, where=where)
     if base is not None:
         check_base(options, base, where=where)
@@ -142,18 +119,12 @@ def _note_base(adapted: nn.Module, base: Base | None, own: list[str]) -> None:
 
 
 def check_names(config: Any, model: nn.Module, *, where: str) -> None:
-    """Refuse names that nothing in the base bears: peft passes over them where another of a list is found.
-
-    Raises:
-        ModelError: names them.
-    """
+    """Refuse names that nothing in the base bears: peft passes over them where another of a list is found."""
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for key, known in (("target_modules", modules), ("modules_to_save", modules), ("target_parameters", parameters)):
         wanted = getattr(config, key, None)
-        if not isinstance(wanted, (list, tuple, set)):
-            continue
-        for each in sorted(map(str, wanted)):
+        for each in sorted(map(str, wanted)) if isinstance(wanted, list | tuple | set) else ():
             if not any(name == each or name.endswith(f".{each}") for name in known):
                 leaves = {name.rpartition(".")[2] for name in known} - {""}
                 raise ModelError(
@@ -165,79 +136,57 @@ def check_names(config: Any, model: nn.Module, *, where: str) -> None:
 def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft") -> None:
     """Refuse to go on from an adapter of another base.
 
-    A run's own adapter knows its base by fingerprint. Of others there is a name alone, which may be that of the hub
-    where the base is a copy: that they are the same, the user says by giving `base_model_name_or_path`.
-
-    Raises:
-        ModelError: names both.
+    A run's own adapter knows its base by fingerprint. Others name one; the user says that a copy is the same with
+    `base_model_name_or_path`.
     """
     if options.directory is None:
         return
-    noted = read_base(options.directory)
-    if noted is not None:
-        if noted.fingerprint != base.fingerprint:
-            raise ModelError(
-                f"{where}.adapter={str(options.directory)!r} is an adapter of another base: {noted}, and the model is "
-                f"{base}. Set model.path to the base that it was trained on."
-            )
-        return
-    named = options.config.base_model_name_or_path
-    if named and not options.config.__dict__.get("_same_base") and not _same_place(str(named), base.path):
+    given, noted = f"{where}.adapter={str(options.directory)!r}", read_base(options.directory)
+    if noted is not None and noted.fingerprint != base.fingerprint:
         raise ModelError(
-            f"{where}.adapter={str(options.directory)!r} is an adapter of the base {named!r}, and model.path is "
-            f"{base.path!r}. Set model.path to that base; or, if it is a copy of it, say so: "
-            f"{where}.base_model_name_or_path={named}."
+            f"{given} is an adapter of another base: {noted}, and the model is {base}. Set model.path to the base that "
+            f"it was trained on."
+        )
+    named, is_same = options.config.base_model_name_or_path, options.config.__dict__.get("_same_base")
+    if noted is None and named and not is_same and not _same_place(str(named), base.path):
+        raise ModelError(
+            f"{given} is an adapter of the base {named!r}, and model.path is {base.path!r}. Set model.path to that "
+            f"base; or, if it is a copy of it, say so: {where}.base_model_name_or_path={named}."
         )
 
 
 def _same_place(named: str, path: str) -> bool:
-    if named == path:
-        return True
     one, other = Path(named).expanduser(), Path(path).expanduser()
-    return one.exists() and other.exists() and one.resolve() == other.resolve()
+    return named == path or (one.exists() and other.exists() and one.resolve() == other.resolve())
 
 
-def _own_config(config: Any, where: str) -> Any:
-    from peft import PeftConfig
-
-    if not isinstance(config, PeftConfig):
-        raise ConfigError(f"{where} must be a mapping of options or a configuration of peft, not {config!r:.200}.")
-    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
-    _config_class(kind, where)
-    return copy.deepcopy(config)
+def _kind(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type)).lower()
 
 
 def _config_class(kind: Any, where: str) -> type:
-    """The class of peft's configuration for a type."""
     from peft import LoraConfig
 
-    known = {"lora": LoraConfig}
     if kind is None:
         raise ConfigError(f"{where} has no type. Give type: lora, or adapter: a directory to go on from.")
-    if str(kind).lower() not in known:
-        hint = nearest(str(kind), [*known, "dora", "rslora"])
-        also = {"dora": " It is type: lora with use_dora: true.", "rslora": " It is type: lora with use_rslora: true."}
-        hint = also.get(str(kind).lower(), hint)
-        raise ConfigError(f"{where}.type={kind!r} is not one of {', '.join(TYPES)}.{hint}")
-    return known[str(kind).lower()]
+    lowered = str(kind).lower()
+    if lowered != "lora":
+        hint = nearest(str(kind), ["lora", "dora", "rslora"])
+        if lowered in ("dora", "rslora"):
+            hint = f" It is type: lora with use_{lowered}: true."
+        raise ConfigError(f"{where}.type={kind!r} is not one of lora.{hint}")
+    return LoraConfig
 
 
-def _options_of(config_cls: type) -> list[str]:
-    return sorted(each.name for each in dataclasses.fields(config_cls) if each.init and each.name not in _NOT_OPTIONS)
-
-
-def _check_known(config_cls: type, given: Mapping[str, Any], where: str) -> None:
-    known = _options_of(config_cls)
+def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
+    fields: Any = dataclasses.fields(config_cls)
+    known = sorted(each.name for each in fields if each.init and each.name not in _NOT_OPTIONS)
     for key in given:
         if key not in known:
             raise ConfigError(
                 f"{where}.{key} is no option of {config_cls.__name__}.{nearest(key, [*known, *OWN_KEYS])} Options: "
                 f"{', '.join([*OWN_KEYS, *known])}."
             )
-
-
-def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
-    _check_known(config_cls, given, where)
     try:
         return config_cls(**copy.deepcopy(dict(given)))
     except Exception as error:
@@ -246,20 +195,17 @@ def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
 
 
 def _merged(saved: Any, kind: Any, given: Mapping[str, Any], directory: Path, where: str) -> Any:
-    """The saved configuration, if what else is given says the same."""
-    config_cls = type(saved)
-    saved_kind = str(getattr(saved.peft_type, "value", saved.peft_type)).lower()
-    _config_class(saved_kind, f"{where}.adapter={str(directory)!r}:")
-    if kind is not None and str(kind).lower() != saved_kind:
-        raise ConfigError(f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {saved_kind!r}.")
-    _check_known(config_cls, given, where)
-    fresh = _made(config_cls, given, where)
+    """Return the saved configuration, if all else that is given agrees with it."""
+    _config_class(_kind(saved), f"{where}.adapter={str(directory)!r}:")
+    if kind is not None and str(kind).lower() != _kind(saved):
+        raise ConfigError(f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {_kind(saved)!r}.")
+    fresh = _made(type(saved), given, where)
     for key in given:
-        before, now = getattr(saved, key), getattr(fresh, key)
-        if _plain(before) != _plain(now):
+        before, now = _plain(getattr(saved, key)), _plain(getattr(fresh, key))
+        if before != now:
             raise ConfigError(
                 f"{where}.{key}={given[key]!r} is in conflict with the adapter {str(directory)!r}, which was made with "
-                f"{_plain(before)!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
+                f"{before!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
             )
     if "base_model_name_or_path" in given:
         saved.__dict__["_same_base"] = True
@@ -267,13 +213,13 @@ def _merged(saved: Any, kind: Any, given: Mapping[str, Any], directory: Path, wh
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset, list, tuple)):
+    if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value))
     return getattr(value, "value", value)
 
 
 def _checked(config: Any, where: str) -> Any:
-    """The configuration, if a causal LM on an unchanged base can train it."""
+    """Return the configuration, if a causal LM on an unchanged base can train it."""
     task = getattr(config.task_type, "value", config.task_type)
     if task not in (None, "CAUSAL_LM"):
         raise ConfigError(f"{where}.task_type={task!r} is not CAUSAL_LM, which is what is trained. Leave it out.")
@@ -289,14 +235,12 @@ def _checked(config: Any, where: str) -> Any:
 
 
 def _base_dtype(name: Any, where: str) -> torch.dtype | None:
-    if name is None:
-        return None
     if name in QUANTIZED:
         raise ConfigError(
             f"{where}.base_dtype={name!r}: a quantized base cannot be sharded or exported here yet. Use "
             f"base_dtype=bfloat16, which halves a float32 base, and shard it over more ranks (fsdp2, tp_size, pp_size)."
         )
-    if name not in BASE_DTYPES:
+    if name is not None and name not in BASE_DTYPES:
         hint = nearest(str(name), BASE_DTYPES)
         raise ConfigError(f"{where}.base_dtype={name!r} is not one of {', '.join(BASE_DTYPES)}.{hint}")
-    return BASE_DTYPES[str(name)]
+    return BASE_DTYPES.get(name)

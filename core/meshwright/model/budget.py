@@ -1,7 +1,7 @@
 """Let blocks hold what a budget of bytes allows, and compute the rest again.
 
-Blocks are called once on trial, with the microbatch of the first step, which tells what each computes and holds (see
-`operators`); what each then holds is chosen for all blocks of a rank together (`knapsack`), and carried out by torch's
+Blocks are called once on trial, with the microbatch of the first step, which shows what each computes and holds (see
+`operators`). What each then holds is chosen for all blocks of a rank together (`knapsack`), and carried out by torch's
 selective checkpointing.
 
 [Note: what a budget counts] Bytes that blocks hold for backward, of all microbatches in flight, with what the block
@@ -10,7 +10,7 @@ temporaries, gradients of activations), what lies outside of blocks (embedding, 
 gradients, optimizer state.
 
 [Note: equal communication] Ranks may hold different things, but not compute different communication again: who gathers
-again waits for who does not. What came over the network is held where all ranks that train the same part can hold it.
+again waits for who does not. Results of collectives are held where all ranks that train the same part can hold them.
 """
 
 from __future__ import annotations
@@ -39,16 +39,10 @@ Recompute = Callable[..., Any]
 
 
 class BudgetedBlocks:
-    """The blocks of one model, or of one stage of it, under a budget.
+    """The blocks of one model, or of one stage of it, under a budget [10^9 bytes].
 
-    Args:
-        budget_gb: of the rank [10^9 bytes].
-
-    Attributes:
-        profiles: of the calls of blocks in one forward, in their order; after `measuring`.
-        choices: for each of them; after `take`.
-        is_measuring: whether calls of blocks are on trial.
-        is_open: whether it is not chosen yet what blocks hold.
+    `profiles` are those of the calls of blocks in one forward, in their order, each with one of `choices`. While
+    `is_measuring`, blocks are on trial; while `is_open`, nothing is chosen yet.
     """
 
     def __init__(self, budget_gb: float) -> None:
@@ -61,14 +55,14 @@ class BudgetedBlocks:
         self._blocks: list[_Block] = []
 
     def put_around(self, block: nn.Module, recompute: Recompute, original: ForwardMethod) -> ForwardMethod:
-        """The forward of a block that does as is chosen for it."""
+        """Return a forward of the block that holds what is chosen for it."""
         made = _Block(self, block, recompute, original, len(self._blocks))
         self._blocks.append(made)
         return made
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around one forward without gradients, of a microbatch as large as those of the run."""
+        """Measure blocks in one forward without gradients, of a microbatch as large as those of the run."""
         self.profiles, self._calls = [], []
         self._inputs, self.is_measuring = _Inputs(), True
         try:
@@ -77,18 +71,28 @@ class BudgetedBlocks:
             self.is_measuring = False
 
     def measure(self, index: int, original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a block and note what it computes; only within `measuring`."""
-        inputs, given = self._inputs.bytes_of((args, kwargs)), _Given()
+        """Call a block and record what it computes; only within `measuring`."""
+        inputs = self._inputs.bytes_of((args, kwargs))
         self._largest = max(self._largest, _elements(args, kwargs))
+        hidden: Tensor | None = None
+
+        def given(value: Any) -> Any:
+            # As in training, the first tensor of floating point carries a gradient, that of the block before.
+            nonlocal hidden
+            if hidden is not None or not (isinstance(value, Tensor) and value.is_floating_point()):
+                return value
+            hidden = value
+            return value.detach().requires_grad_()
+
         with torch.enable_grad(), Recorder(self._blocks[index].block) as recorder:
-            positional = [given.one(each) for each in args]
-            result = original(*positional, **{name: given.one(each) for name, each in kwargs.items()})
-        self.profiles.append(recorder.profile(inputs, given.hidden))
+            positional = [given(each) for each in args]
+            result = original(*positional, **{name: given(each) for name, each in kwargs.items()})
+        self.profiles.append(recorder.profile(inputs, hidden))
         self._calls.append(index)
         return _detached(result)
 
-    def tell_larger(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Warn, once, of a microbatch that is larger than those for which was chosen."""
+    def warn_of_larger(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Warn, once, of a microbatch that is larger than those that were measured."""
         elements = _elements(args, kwargs)
         if elements > self._largest:
             warn(
@@ -99,11 +103,10 @@ class BudgetedBlocks:
             self._largest = elements
 
     def take(self, choices: Sequence[Choice]) -> None:
-        """Do as is chosen from now on; in the order of `profiles`."""
         self.choices, self.is_open = list(choices), False
         for block in self._blocks:
-            mine = [choice for choice, index in zip(choices, self._calls, strict=True) if index == block.index]
-            block.follow(mine)
+            block.choices = [each for each, index in zip(choices, self._calls, strict=True) if index == block.index]
+            block.next = 0
 
 
 class _Block:
@@ -112,35 +115,31 @@ class _Block:
     def __init__(
         self, blocks: BudgetedBlocks, block: nn.Module, recompute: Recompute, original: ForwardMethod, index: int
     ) -> None:
-        self.index = index
-        self._all, self.block, self._recompute, self._original = blocks, block, recompute, original
-        self._choices: list[Choice] = []
-        self._next = 0
-
-    def follow(self, choices: list[Choice]) -> None:
-        self._choices, self._next = choices, 0
+        self.block, self.index = block, index
+        self.choices: list[Choice] = []
+        self.next = 0
+        self._all, self._recompute, self._original = blocks, recompute, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._all.is_measuring:
             return self._all.measure(self.index, self._original, args, kwargs)
         if not (self.block.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
-        if not self._choices:
+        if not self.choices:
             raise StrategyError(
                 f"activation_checkpointing: budget_gb={self._all.budget_gb:g} is divided over the blocks by the first "
                 f"forward_backward, which has not been called. In a loop by hand, set activation_checkpointing to full "
                 f"or selective."
             )
-        self._all.tell_larger(args, kwargs)
-        choice = self._choices[self._next]
-        self._next = (self._next + 1) % len(self._choices)
+        self._all.warn_of_larger(args, kwargs)
+        choice = self.choices[self.next]
+        self.next = (self.next + 1) % len(self.choices)
         if choice.whole:
             return self._original(*args, **kwargs)
         return self._recompute(self._original, lambda: _contexts(choice), args, kwargs)
 
 
 def _contexts(choice: Choice) -> Any:
-    """The two contexts of one call of a block, forward and recomputation."""
     counts: Counter[Any] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -152,7 +151,7 @@ def _contexts(choice: Choice) -> Any:
 
 
 def without_choice(parts: Sequence[object]) -> list[BudgetedBlocks]:
-    """Those of some parts' activations that have a budget, of which nothing is chosen yet; the same on all ranks."""
+    """Return those parts that have a budget of which nothing is chosen yet; the same on all ranks."""
     return [each for each in parts if isinstance(each, BudgetedBlocks) and each.is_open]
 
 
@@ -163,17 +162,13 @@ def choose(
     moments: Sequence[Moment],
     world: World,
 ) -> None:
-    """Choose what all blocks of a rank hold; see [Note: equal communication]. Collective.
+    """Choose what all blocks of a rank hold; see [Note: equal communication]. Collective over `world`, all ranks.
 
     Args:
         stages: one, or those of a pipeline that this rank has.
         rehearsals: for each, runs a forward without gradients, of a microbatch as large as those of the run.
         worlds: for each, the ranks that train it.
         moments: when most may be held.
-        world: all ranks.
-
-    Raises:
-        ConfigError: the budget cannot be met; on all ranks alike.
     """
     for stage, rehearse in zip(stages, rehearsals, strict=True):
         with stage.measuring():
@@ -199,33 +194,17 @@ def choose(
 
 def _gb(size: int) -> str:
     """Bytes in GB, rounded up to three digits."""
+    dropped = max(0, len(str(size)) - 3)
     digits = max(0, 3 - len(str(size)))
-    unit = 10 ** max(0, len(str(size)) - 3)
-    return f"{-(-size // unit) * unit / 1e9:.{digits + 9}f}".rstrip("0").rstrip(".")
+    return f"{-(-size // 10**dropped) * 10**dropped / 1e9:.{digits + 9}f}".rstrip("0").rstrip(".")
 
 
 def _elements(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the hidden states that a block is given."""
     hidden = hidden_in((args, kwargs))
     return hidden.numel() if hidden is not None else 0
 
 
-class _Given:
-    """What a block is given on trial: as in training, the first tensor of floating point carries a gradient, that of
-    the block before."""
-
-    def __init__(self) -> None:
-        self.hidden: Tensor | None = None
-
-    def one(self, value: Any) -> Any:
-        if self.hidden is not None or not (isinstance(value, Tensor) and value.is_floating_point()):
-            return value
-        self.hidden = value
-        return value.detach().requires_grad_()
-
-
 def _detached(value: Any) -> Any:
-    """A block's results, without the graph that made them."""
     if isinstance(value, Tensor):
         return value.detach()
     if type(value) in (list, tuple):
@@ -240,7 +219,6 @@ class _Inputs:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def bytes_of(self, value: Any) -> int:
-        """Of what no block before was given."""
         new = {id(each): each for each in map(storage_in, tensors_with_memory(value)) if id(each) not in self._alive}
         for key, storage in new.items():
             self._alive[key] = weakref.ref(storage, lambda _, key=key: self._alive.pop(key))  # type: ignore[misc]

@@ -1,50 +1,43 @@
-"""The configuration of the model of a run file, made and checked without what builds models."""
+"""Make and check the configuration of a run's model, without what builds models; and trust its code, or refuse it.
+
+[Note: trust] A model on the hub may need classes that transformers has not, in files beside its weights. To run them is
+to run whatever their author has written. So they run only where the run file names what has been read: a commit on the
+hub, or the digest of a directory's files. Those classes are registered with transformers' auto classes in this process;
+everywhere else nothing is trusted (`trust_remote_code=False`), and finds those classes.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from .._compat.transformers import model_types
 from ..base.errors import ModelError, nearest
-from ..files.parsing import read_json_object, reason
-from .model_types import check_model_type
-from .remote_code import check_needs_no_code
+from ..files.parsing import json_object_or_empty, read_json_object, read_regular, reason
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
 PARALLEL = "parallel"
 INITS = (PARALLEL, "as_transformers")
-"""How new weights are drawn; see `meshwright.model.build.new_model_on_meta`."""
+"""How new weights are drawn; see `meshwright.model.pretrained.new_model_on_meta`."""
 OWN_KEYS = (
-    "path",
-    "revision",
-    "model_type",
-    "checkpoint",
-    "dtype",
-    "init",
-    "allow_pickle",
-    "trust_remote_code",
-    "peft",
+    *("path", "revision", "model_type", "checkpoint", "dtype", "init", "allow_pickle", "trust_remote_code", "peft"),
 )
 """Keys of the run file's section that are no fields of the configuration."""
 MAX_LAYERS = 10_000
 
 
 def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, directory: Path | None = None) -> Any:
-    """Make the Hugging Face configuration of the run's model.
+    """Make the configuration of the run file's `model`; its positions must hold `seq_len` tokens.
 
-    Args:
-        section: the run file's `model`.
-        tokenizer: gives vocabulary and end-of-text id where the section leaves them out; None: not known, and the
-            model type's own vocabulary stands for it.
-        seq_len: tokens per sequence, which the model's positions must hold.
-        directory: of Hugging Face, with the configuration; None: the section has a `model_type`.
-
-    Raises:
-        ModelError: unknown type or field, a directory without a configuration, or a vocabulary or context too small.
+    A tokenizer gives vocabulary and end-of-text id where the section leaves them out; without one the model type's own
+    vocabulary stays. Without a directory the section has a `model_type`.
     """
     fields = {key: value for key, value in section.items() if key not in OWN_KEYS}
     checked_dtype_name(section.get("dtype", "float32"), "model.dtype")
@@ -71,7 +64,6 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
 
 
 def _larger_vocabulary(section: Mapping[str, Any], key: str, entries: int) -> str:
-    """How a model gets a vocabulary of so many entries; `key` is where its configuration has the number."""
     if key in section:
         return f"Leave model.{key} out"
     if directory_key := next((each for each in ("path", "checkpoint") if each in section), None):
@@ -83,35 +75,28 @@ def _larger_vocabulary(section: Mapping[str, Any], key: str, entries: int) -> st
 
 
 def checked_dtype_name(name: Any, where: str) -> str:
-    """The name of a dtype of parameters.
-
-    Args:
-        where: what has it, for the error.
-
-    Raises:
-        ModelError: none in which models are trained.
-    """
-    if name not in DTYPE_NAMES:
-        raise ModelError(f"{where}={name!r} is not one of {', '.join(DTYPE_NAMES)}.{nearest(str(name), DTYPE_NAMES)}")
-    return str(name)
+    return _one_of(DTYPE_NAMES, name, where)
 
 
 def check_init(name: Any, where: str) -> None:
-    """Refuse a way of drawing new weights that there is not.
+    _one_of(INITS, name, where)
 
-    Raises:
-        ModelError: none of `INITS`.
-    """
-    if name not in INITS:
-        raise ModelError(f"{where}={name!r} is not one of {', '.join(INITS)}.{nearest(str(name), INITS)}")
+
+def _one_of(known: tuple[str, ...], name: Any, where: str) -> str:
+    if name not in known:
+        raise ModelError(f"{where}={name!r} is not one of {', '.join(known)}.{nearest(str(name), known)}")
+    return str(name)
+
+
+def check_model_type(model_type: str, *, where: str = "model") -> None:
+    known = model_types()
+    if model_type not in known:
+        hint = nearest(model_type, known)
+        raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")
 
 
 def config_from_mapping(fields: Mapping[str, Any], *, where: str = "model") -> Any:
-    """The Hugging Face configuration of fields, one of which is `model_type`.
-
-    Raises:
-        ModelError: unknown type or field, or transformers refuses it.
-    """
+    """Make the Hugging Face configuration of fields, one of which is `model_type`."""
     from transformers import AutoConfig
 
     model_type = str(fields.get("model_type"))
@@ -144,17 +129,7 @@ def _default_config(model_type: str, where: str) -> Any:
 def config_from_directory(
     path: Path, fields: Mapping[str, Any], *, where: str = "model", with_weights: bool = True
 ) -> Any:
-    """The Hugging Face configuration of a directory, with some of its fields changed.
-
-    Args:
-        path: the directory.
-        fields: to be changed.
-        where: how to name the source of `fields` in errors.
-        with_weights: whether the directory must hold weights, too.
-
-    Raises:
-        ModelError: no such directory, no causal LM, an unknown field, or transformers refuses it.
-    """
+    """Return the configuration of a directory with some fields changed; errors name their source `where`."""
     from transformers import AutoConfig
 
     if not path.is_dir():
@@ -164,17 +139,16 @@ def config_from_directory(
             f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and go on from it "
             f"({where}.peft.adapter={path}); or merge it: meshwright export --merge {path} OUT."
         )
-    if not (path / "config.json").is_file():
+    file = path / "config.json"
+    if not file.is_file():
         raise ModelError(f"{str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
     if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
-
     try:
-        _check_depth(read_json_object(path / "config.json"), str(path / "config.json"))
+        _check_depth(read_json_object(file), str(file))
     except (OSError, ValueError) as error:
-        wrong = f"{path / 'config.json'} is no model configuration: {error}"
-        raise ModelError(f"{wrong}. Write or copy it again.") from None
-    check_brings_no_code(path / "config.json", set_anew=fields)
+        raise ModelError(f"{file} is no model configuration: {error}. Write or copy it again.") from None
+    check_brings_no_code(file, set_anew=fields)
     check_needs_no_code(path)
 
     def load(**changes: Any) -> Any:
@@ -185,44 +159,6 @@ def config_from_directory(
     _check_causal_lm(type(config), config.model_type)
     _check_fields(config, fields, where)
     return _made(load, fields)
-
-
-def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
-    """Refuse a `config.json` that names kernels of the Hugging Face hub, which transformers would fetch and run.
-
-    Args:
-        path: of the file.
-        set_anew: fields that the user gives, whatever the file has.
-
-    Raises:
-        ModelError: names the field and the kernels.
-    """
-    try:
-        values = read_json_object(path)
-    except (OSError, ValueError):
-        # transformers tells what is wrong with it.
-        return
-    given = set(set_anew)
-    _check_names_no_kernels(
-        {key: value for key, value in values.items() if key not in given},
-        str(path),
-        f"set model.KEY in the run file, for instance to 'sdpa', or take it out of {path.name}",
-    )
-
-
-def _check_names_no_kernels(values: Mapping[str, Any], source: str, remedy: str) -> None:
-    """Refuse names of kernels of the Hugging Face hub, "owner/name", as an implementation, of which `remedy` has
-    KEY."""
-    waiting = list(values.items())
-    while waiting:
-        key, value = waiting.pop()
-        if isinstance(value, Mapping):
-            waiting += [(f"{key}.{each}", below) for each, below in value.items()]
-        elif "implementation" in key and isinstance(value, str) and "/" in value:
-            raise ModelError(
-                f"{source} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: "
-                f"{remedy.replace('KEY', key.split('.')[0])}."
-            )
 
 
 def _check_causal_lm(config_cls: type, model_type: str) -> None:
@@ -255,7 +191,7 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
                 f"{where}.{key} is not a field of the {config.model_type} configuration.{nearest(key, known)} "
                 f"Fields: {', '.join(sorted(known))}."
             )
-        # Not by getattr: of fields that differ between layers, some configurations refuse to tell one value.
+        # Not by getattr: of fields that differ between layers, some configurations refuse to give one value.
         nested = vars(config).get(key)
         if isinstance(value, Mapping) and isinstance(nested, PreTrainedConfig):
             _check_fields(nested, value, f"{where}.{key}")
@@ -275,8 +211,138 @@ def _check_depth(fields: Mapping[str, Any], where: str) -> None:
 
 def _made(make: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     try:
-        # transformers adds to mappings that it is given, and a run is known by those that its file holds.
+        # transformers adds to mappings that it is given, and a run is identified by those in its file.
         return make(**copy.deepcopy(dict(fields)))
     except Exception as error:
         # Each configuration class validates in its own way, with errors of several libraries.
         raise ModelError(f"transformers refuses the model configuration {dict(fields)}: {reason(error)}") from error
+
+
+# -- code that comes with a model; see [Note: trust]
+
+_COMMIT_LENGTH = 40
+_MAX_CODE_BYTES = 1 << 26
+
+
+def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
+    """Refuse a `config.json` with kernels of the hub, which transformers would run, except in fields `set_anew`."""
+    try:
+        values = read_json_object(path)
+    except (OSError, ValueError):
+        # transformers says what is wrong with it.
+        return
+    given = set(set_anew)
+    _check_names_no_kernels(
+        {key: value for key, value in values.items() if key not in given},
+        str(path),
+        f"set model.KEY in the run file, for instance to 'sdpa', or take it out of {path.name}",
+    )
+
+
+def _check_names_no_kernels(values: Mapping[str, Any], source: str, remedy: str) -> None:
+    """Refuse kernels of the Hugging Face hub, "owner/name", as an implementation; KEY in `remedy` is replaced."""
+    waiting = list(values.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{each}", below) for each, below in value.items()]
+        elif "implementation" in key and isinstance(value, str) and "/" in value:
+            raise ModelError(
+                f"{source} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: "
+                f"{remedy.replace('KEY', key.split('.')[0])}."
+            )
+
+
+def is_commit(trusted: str | None) -> bool:
+    """Return whether what a user trusts is a commit on the hub, and not the digest of a directory."""
+    return trusted is not None and len(trusted) == _COMMIT_LENGTH
+
+
+def trust_code(directory: Path, trusted: str, *, commit: str | None, where: str = "model.trust_remote_code") -> None:
+    """Run the code that comes with a model, if it is that of the trusted commit or digest, and register its classes.
+
+    A directory of the hub has a `commit`; the user's own has None.
+    """
+    if is_commit(trusted) and commit is None:
+        raise ModelError(
+            f"{where}={trusted!r} is a commit, and {directory} is a local directory. {_how_to_trust(directory, where)}"
+        )
+    found = commit if is_commit(trusted) else digest_of_code(directory)
+    if found != trusted:
+        raise ModelError(
+            f"{where}={trusted!r} is not what is there: the code in {directory} is {found}. Read it, and name that."
+        )
+    from transformers.utils import HF_MODULES_CACHE
+
+    Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
+    # Ranks copy the same files to one place, and import them from there.
+    with FileLock(Path(HF_MODULES_CACHE) / ".meshwright.lock"):
+        try:
+            _register(directory)
+        except ModelError:
+            raise
+        except Exception as error:
+            # It is anybody's code.
+            raise ModelError(f"the code of the model in {directory} cannot be run: {reason(error)}") from error
+
+
+def check_needs_no_code(directory: Path, *, where: str = "model.trust_remote_code") -> None:
+    """Refuse a model of a type that transformers does not know, which brings code of its own."""
+    from transformers import CONFIG_MAPPING
+
+    values = json_object_or_empty(directory / "config.json")
+    if isinstance(values.get("auto_map"), Mapping) and values.get("model_type") not in CONFIG_MAPPING:
+        named = ", ".join(sorted(path.name for path in directory.glob("*.py"))) or "no file of which is there"
+        raise ModelError(
+            f"{directory} needs code of its own ({named}): transformers has no model type "
+            f"{values.get('model_type')!r}. What comes with a model is not run. {_how_to_trust(directory, where)}"
+        )
+
+
+def digest_of_code(directory: Path) -> str:
+    """Return the SHA-256 of the names and contents of all Python files in a directory."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.rglob("*.py")):
+        try:
+            content = read_regular(path, max_bytes=_MAX_CODE_BYTES)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}. Remove it, or use a whole copy.") from None
+        digest.update(f"{path.relative_to(directory).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _how_to_trust(directory: Path, where: str) -> str:
+    return f"If you have read it and want it to run, say which version: {where}={digest_of_code(directory)}."
+
+
+def _register(directory: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    def load(reference: str) -> Any:
+        if "--" in reference:
+            raise ModelError(
+                f"{directory} takes code from another place, {reference!r}, of which no version is named. Use a copy "
+                f"of the model that brings all of its code."
+            )
+        return get_class_from_dynamic_module(reference, str(directory))
+
+    values = json_object_or_empty(directory / "config.json")
+    named = values.get("auto_map") or {}
+    if not {"AutoConfig", "AutoModelForCausalLM"} <= named.keys():
+        raise ModelError(
+            f"{directory / 'config.json'} names no code of a causal LM (auto_map: {', '.join(named) or 'none'}). Take "
+            f"trust_remote_code out, if transformers has the model itself."
+        )
+    config_cls, model_cls = load(named["AutoConfig"]), load(named["AutoModelForCausalLM"])
+    AutoConfig.register(values.get("model_type"), config_cls, exist_ok=True)
+    AutoModelForCausalLM.register(config_cls, model_cls, exist_ok=True)
+    # So that what is written brings the code along.
+    config_cls.register_for_auto_class("AutoConfig")
+    model_cls.register_for_auto_class("AutoModelForCausalLM")
+    tokenizer = (json_object_or_empty(directory / "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
+    found = [load(each) for each in (tokenizer if isinstance(tokenizer, list) else [tokenizer]) if each]
+    for tokenizer_cls in found[:1]:
+        AutoTokenizer.register(config_cls, tokenizer_class=tokenizer_cls, exist_ok=True)
+        tokenizer_cls.register_for_auto_class("AutoTokenizer")

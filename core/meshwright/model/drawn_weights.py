@@ -1,21 +1,14 @@
 """Give a model on the meta device its initial weights, without ever holding them all.
 
-A model of transformers draws its weights while it is built: constructors draw, and submodels initialise themselves
-before the rest is there. Here the model is built a second time, on the CPU, and each operator on a large tensor is
-recorded. So the memory of any tensor can be freed, and its value computed again from its own operators alone, when it
-is needed: by the model's own code, or for the shard that a rank keeps.
+A model of transformers draws its weights while it is built. Here it is built a second time, on the CPU, and each
+operator on a large tensor is recorded. So the memory of any tensor can be freed, and its value computed again from its
+own operators alone, by the model's own code, or for the shard that a rank keeps.
 
 With a seed of its own, an operator that fills a large tensor is recorded and not run: its values are drawn when they
-are read, by tiles, and so only those that this rank holds ([Note: tiles] in `random_tiles`). They are the same on every
-device and under every layout, but not those of transformers. What cannot be drawn in parts, since it depends on other
-values (orthogonal matrices, say), is computed whole, from the same tiles.
-
-One thing, since what is recorded, what is freed and what is drawn anew are three sides of one table of tensors.
-
-Without a seed, operators run as they come, on torch's own generator, whose state is recorded: values are those that
-transformers draws, bit for bit, at the price of drawing all of them on every rank, and once more when they are read.
-
-A rank holds its shards, one full parameter, and a budget for what was used last.
+are read, by tiles ([Note: tiles] in `random_tiles`), the same on every device and under every layout, but not those of
+transformers. What depends on other values (orthogonal matrices, say) is computed whole, from the same tiles. Without a
+seed, operators run at once on torch's own generator, whose state is recorded: values are those of transformers, bit for
+bit, at the price of drawing all of them on every rank, and once more when they are read.
 Source: the deferred initialization of torchdistx (Meta, 2022).
 """
 
@@ -31,39 +24,21 @@ from torch import Tensor, nn
 
 from .._compat.torch import TorchDispatchMode, name_of, names_of_arguments, storage_of, written_arguments
 from ..base.errors import ModelError
+from .model_files import rectangle
 from .random_tiles import Fill, Grid, Recipe
 
 LARGE_BYTES = 1 << 14
 """Memory below this is never given back."""
 BUDGET_BYTES = 1 << 28
 """Large memory beyond this is given back, the least recently used first."""
-ELEMENTWISE = frozenset(
-    f"aten::{name}_"
-    for name in (
-        "abs",
-        "add",
-        "clamp",
-        "div",
-        "erfinv",
-        "exp",
-        "fill",
-        "log",
-        "mul",
-        "neg",
-        "pow",
-        "sqrt",
-        "sub",
-        "zero",
-    )
-)
-"""Operators that write each element of a tensor by itself, if all else that they are given are numbers."""
+_NAMES = ("abs", "add", "clamp", "div", "erfinv", "exp", "fill", "log", "mul", "neg", "pow", "sqrt", "sub", "zero")
+ELEMENTWISE = frozenset(f"aten::{name}_" for name in _NAMES)
+"""Operators that write each element of a tensor by itself, if all other arguments are numbers."""
 CONSTANT = frozenset({"aten::fill_", "aten::zero_"})
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A view of a large storage."""
-
     key: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -81,26 +56,27 @@ class _Step:
     reads: frozenset[int]
     writes: frozenset[int]
     outputs: tuple[_Ref | None, ...]
-    """What it makes, where that is large memory of its own."""
+    """Its results that are new large memory."""
     generator: Tensor | None
     """State of the random generator before."""
     stream: int | None = None
     """Number of its first tile, if it draws by tiles."""
     fills: int | None = None
-    """The storage all of whose elements it writes, whatever was in it."""
+    """The storage of which it writes all elements."""
 
 
 class _Outline(TorchDispatchMode):
-    """Write down how large tensors get their values, and give back their memory until it is needed again."""
+    """Records how large tensors get their values, and frees their memory until it is needed again.
+
+    One thing, since what is recorded, what is freed and what is drawn anew are three sides of one table of tensors.
+    """
 
     def __init__(self, budget_bytes: int, seed: int | None) -> None:
         super().__init__()
-        self._budget_bytes = budget_bytes
-        self._seed = seed
-        self._tiles = 0
+        self._budget_bytes, self._seed, self._tiles = budget_bytes, seed, 0
         self._by_storage: dict[int, list[_Step]] = {}
         self._steps: list[_Step] = []
-        # Kept, since a freed storage's key may come again; and how many elements it has, of which dtype.
+        # Held, since a freed storage's key may come again; and how many elements it has, of which dtype.
         self._storages: dict[int, Any] = {}
         self._lengths: dict[int, tuple[int, torch.dtype]] = {}
         # In the order of their last use.
@@ -119,7 +95,9 @@ class _Outline(TorchDispatchMode):
         state = torch.get_rng_state() if is_random else None
         result = func(*args, **kwargs)
         outputs = tuple(self._track(each) if isinstance(each, Tensor) else None for each in _sequence(result))
-        writes = {storage_of(_argument(args, kwargs, place))[0] for place in written_arguments(func)} & used
+        writes = {
+            storage_of(args[place] if isinstance(place, int) else kwargs[place])[0] for place in written_arguments(func)
+        } & used
         writes |= {ref.key for ref in outputs if ref is not None}
         if writes:
             self._record(_Step(func, refs, named, frozenset(used), frozenset(writes), outputs, state))
@@ -127,38 +105,38 @@ class _Outline(TorchDispatchMode):
         return result
 
     def part(self, tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The values of a rectangle of a tensor of the model."""
         recipe = self._recipe(storage_of(tensor)[0])
         if recipe is not None and recipe.shape == tensor.shape and tensor.is_contiguous():
             return recipe.part(offsets, sizes)
-        full = self.value(tensor)
-        return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+        key, _ = storage_of(tensor)
+        if key in self._storages:
+            self._bring_back(key)
+            self._give_back(keep={key})
+        return tensor[rectangle(offsets, sizes)]
 
     def _can_wait(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operator fills a large tensor by itself, from numbers alone."""
-        if not args or not isinstance(args[0], Tensor) or storage_of(args[0])[0] not in self._storages:
+        """Return whether an operator fills a large tensor by itself, from numbers alone."""
+        if not args or not isinstance(args[0], Tensor):
+            return False
+        key = storage_of(args[0])[0]
+        if key not in self._storages:
             return False
         if written_arguments(func) != (0,) or any(True for _ in _tensors((args[1:], kwargs))):
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
-            takes_generator = "generator" in names_of_arguments(func)
-            return takes_generator and kwargs.get("generator") is None
-        # What has its values goes on with them.
-        key = storage_of(args[0])[0]
+            return "generator" in names_of_arguments(func) and kwargs.get("generator") is None
+        # A tensor that has its values is changed at once.
         return name_of(func) in ELEMENTWISE and (key not in self._resident or name_of(func) in CONSTANT)
 
     def _postpone(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record an operator in the place of running it."""
         ref = self._refer(args[0])
         stream = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             stream, self._tiles = self._tiles, self._tiles + Grid.of(ref.size).count
         is_full = args[0].numel() == self._lengths[ref.key][0] and args[0].is_contiguous()
         fills = ref.key if is_full and (stream is not None or name_of(func) in CONSTANT) else None
-        step = _Step(
-            func, (ref, *args[1:]), kwargs, frozenset({ref.key}), frozenset({ref.key}), (None,), None, stream, fills
-        )
-        self._record(step)
+        only = frozenset({ref.key})
+        self._record(_Step(func, (ref, *args[1:]), kwargs, only, only, (None,), None, stream, fills))
         self._storages[ref.key].resize_(0)
         self._resident.pop(ref.key, None)
 
@@ -168,29 +146,21 @@ class _Outline(TorchDispatchMode):
             self._by_storage.setdefault(key, []).append(step)
 
     def _recipe(self, key: int) -> Recipe | None:
-        """How a storage is filled tile by tile; None if it is not."""
+        """Return how a storage is filled tile by tile; None if it is not."""
         steps = self._by_storage.get(key, [])
         first = max((index for index, step in enumerate(steps) if step.fills == key), default=None)
         if self._seed is None or first is None:
             return None
         shape = tuple(steps[first].args[0].size)
-        fills = [_as_fill(step, shape) for step in steps[first:]]
-        if any(fill is None for fill in fills):
+        fills = [fill for step in steps[first:] if (fill := _as_fill(step, shape)) is not None]
+        if len(fills) < len(steps) - first:
             return None
-        return Recipe(shape, self._lengths[key][1], tuple(fill for fill in fills if fill is not None), self._seed)
-
-    def value(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model, its memory brought back."""
-        key, _ = storage_of(tensor)
-        if key in self._storages:
-            self._bring_back(key)
-            self._give_back(keep={key})
-        return tensor
+        return Recipe(shape, self._lengths[key][1], tuple(fills), self._seed)
 
     def _track(self, tensor: Tensor) -> _Ref | None:
-        """Take up new large memory; None for a view of what is known, or a small tensor."""
+        """Take up new large memory; return None for a view of what is known, or a small tensor."""
         key, storage = storage_of(tensor)
-        # Memory of others (arrays of numpy) cannot be given back.
+        # Memory of others (arrays of numpy) cannot be freed.
         if key in self._storages or storage.nbytes() < LARGE_BYTES or not storage.resizable():
             return None
         self._storages[key] = storage
@@ -209,16 +179,13 @@ class _Outline(TorchDispatchMode):
     def _bring_back(self, key: int) -> None:
         size = self._resident.pop(key, None)
         if size is None:
-            length, dtype = self._lengths[key]
-            size = length * dtype.itemsize
-            flat = self._computed(key)
-            storage = self._storages[key]
+            flat, storage = self._computed(key), self._storages[key]
+            size = flat.nbytes
             storage.resize_(size)
             storage.copy_(flat.untyped_storage())
         self._resident[key] = size
 
     def _computed(self, wanted: int) -> Tensor:
-        """Compute the contents of a storage from the operators that it depends on."""
         recipe = self._recipe(wanted)
         if recipe is not None:
             return recipe.part([0] * len(recipe.shape), recipe.shape).flatten()
@@ -227,7 +194,7 @@ class _Outline(TorchDispatchMode):
         for step in reversed(self._steps):
             if step.writes & needed:
                 chosen.append(step)
-                # What was in a storage before all of it is filled is of no use.
+                # What was in a storage before all of it is filled is not needed.
                 needed = needed - {step.fills} if step.fills is not None else needed | step.reads
                 involved |= needed
         memory = {
@@ -241,11 +208,9 @@ class _Outline(TorchDispatchMode):
         for step in reversed(chosen):
             if step.stream is not None and self._seed is not None:
                 target: Tensor = real(step.args[0])
-                shape = tuple(target.shape)
-                drawn = Recipe(
-                    shape, target.dtype, (Fill(step.operator, step.args[1:], step.kwargs, step.stream),), self._seed
-                )
-                target.copy_(drawn.part([0] * len(shape), shape))
+                fill = Fill(step.operator, step.args[1:], step.kwargs, step.stream)
+                drawn = Recipe(tuple(target.shape), target.dtype, (fill,), self._seed)
+                target.copy_(drawn.part([0] * target.dim(), target.shape))
                 continue
             if step.generator is not None:
                 torch.set_rng_state(step.generator)
@@ -257,7 +222,7 @@ class _Outline(TorchDispatchMode):
         return memory[wanted]
 
     def _referred(self, value: Any) -> Any:
-        """Large tensors as references; others as copies, since they may change afterwards."""
+        """Replace large tensors by references, others by copies, since they may change afterwards."""
 
         def refer(each: Any) -> Any:
             if not isinstance(each, Tensor):
@@ -268,7 +233,7 @@ class _Outline(TorchDispatchMode):
 
     def _refer(self, tensor: Tensor) -> _Ref:
         key, _ = storage_of(tensor)
-        dtype = self._lengths[key][1]
+        _, dtype = self._lengths[key]
         if dtype != tensor.dtype:
             raise ModelError(
                 f"the model looks at a {dtype} tensor as {tensor.dtype} while it is built, which cannot be repeated "
@@ -278,18 +243,13 @@ class _Outline(TorchDispatchMode):
 
 
 class DeferredModel:
-    """The initial values of a model on the meta device, as its class and its configuration give them.
-
-    A `meshwright.model.weights.Weights` of all its parameters and buffers.
+    """The initial values of all parameters and buffers of a model on the meta device; `Weights` of it.
 
     Args:
         model: as built under `torch.device("meta")`, before anything changes it.
-        seed: of large tensors, which are drawn by tiles; small ones are drawn by torch's generator. None: all are, and
-            have the values of transformers; the CPU's generator goes on as if the model had been built with memory.
+        seed: of large tensors, which are drawn by tiles. None: all have the values of transformers, and the CPU's
+            generator goes on as if the model had been built with memory.
         budget_bytes: memory for full parameters that were used last; None: BUDGET_BYTES.
-
-    Raises:
-        ModelError: a part of the model is not on the meta device, or its class cannot be built again.
     """
 
     def __init__(self, model: nn.Module, *, seed: int | None = None, budget_bytes: int | None = None) -> None:
@@ -334,20 +294,18 @@ class DeferredModel:
         return name in self._values
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """See `meshwright.model.weights.Weights`."""
         return self._outline.part(self._values[name].detach(), offsets, sizes)
 
 
 def _as_fill(step: _Step, shape: tuple[int, ...]) -> Fill | None:
-    """A recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
+    """Return a recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
     args = step.args[1:]
-    if step.stream is None and name_of(step.operator) not in ELEMENTWISE:
+    if (step.stream is None and name_of(step.operator) not in ELEMENTWISE) or step.generator is not None:
         return None
-    if any(isinstance(each, Tensor | _Ref) for each in _leaves((args, step.kwargs))) or step.generator is not None:
+    if any(isinstance(each, Tensor | _Ref) for each in _leaves((args, step.kwargs))):
         return None
     target: _Ref = step.args[0]
-    contiguous = torch.empty(target.size, device="meta").stride()
-    if tuple(target.stride) != contiguous:
+    if tuple(target.stride) != torch.empty(target.size, device="meta").stride():
         return None
     if tuple(target.size) == shape:
         return Fill(step.operator, args, step.kwargs, step.stream)
@@ -364,11 +322,6 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _argument(args: Any, kwargs: Any, place: int | str) -> Tensor:
-    value: Tensor = args[place] if isinstance(place, int) else kwargs[place]
-    return value
-
-
 def _map(change: Any, value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_map(change, each) for each in value)
@@ -378,13 +331,11 @@ def _map(change: Any, value: Any) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
+    if not isinstance(value, tuple | list | dict):
         yield value
+        return
+    for each in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(each)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

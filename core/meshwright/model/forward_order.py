@@ -1,6 +1,6 @@
-"""Who may put something around the forward of a module, and in which order.
+"""Who may wrap the forward of a module, and in which order.
 
-[Note: order of forwards] What is put around first runs innermost. From the model's own code outwards:
+[Note: order of forwards] What is wrapped first runs innermost. From the model's own code outwards:
 
 - STAGE: ends a forward where the next stage of a pipeline begins;
 - LOSS: lets the head put off its logits, and the model return their loss;
@@ -9,47 +9,38 @@
 - TENSOR: communication around the layers of a tensor-parallel plan, and local tensors in place of parameters;
 - RECOMPUTED: blocks whose activations are computed again, which compilation must see;
 - COMPILED: blocks that are compiled, which must not see DTensors;
-- LOCAL: so local tensors again, around what is compiled;
+- LOCAL: local tensors again, around what is compiled;
 - STRATEGY: what a strategy puts around the whole (autocast); its hooks for gathering run around all of it.
 
-What a module does not get is left out. A layer that comes too late would run inside out, and is refused.
+A layer that comes too late would run inside out, and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
+from .._compat.planning import is_plain
 from ..base.errors import StrategyError
 
 ForwardMethod = Callable[..., Any]
 _MARK = "meshwright_outermost_layer"
 
-
-class Layer(IntEnum):
-    """What is put around a forward, from the inside outwards; see [Note: order of forwards]."""
-
-    STAGE = 0
-    LOSS = 1
-    WEIGHTS = 2
-    EXPERTS = 3
-    TENSOR = 4
-    RECOMPUTED = 5
-    COMPILED = 6
-    LOCAL = 7
-    STRATEGY = 8
+Layer = IntEnum("Layer", "STAGE LOSS WEIGHTS EXPERTS TENSOR RECOMPUTED COMPILED LOCAL STRATEGY", start=0)
+"""Wrappers of a forward, from the inside outwards; see [Note: order of forwards]."""
 
 
 def put_around(module: nn.Module, layer: Layer, make: Callable[[ForwardMethod], ForwardMethod]) -> None:
-    """Replace the forward of one module by what `make` makes of it; on the instance.
-
-    Several of one layer may follow each other.
+    """Replace the forward of one module by what `make` makes of it, on the instance. Wrappers of one layer may nest.
 
     Raises:
-        StrategyError: something of a later layer is around it already.
+        StrategyError: a later layer wraps it already.
     """
     outermost = getattr(module, _MARK, layer)
     if layer < outermost:
@@ -59,3 +50,90 @@ def put_around(module: nn.Module, layer: Layer, make: Callable[[ForwardMethod], 
         )
     module.forward = make(module.forward)
     setattr(module, _MARK, layer)
+
+
+class WeightGradients:
+    """Weight gradients that the linear layers of a module defer while `collecting`, so that activations' come first.
+
+    All else is computed at once, and so are weights of compiled blocks and under autocast.
+    Source: Qi et al. 2023, arXiv:2401.10241.
+    """
+
+    def __init__(self) -> None:
+        self.collected: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Callable[[], None]]]:
+        """Defer weight gradients in a backward; yields the list of functions to call, once and in order, for them."""
+        collected: list[Callable[[], None]] = []
+        self.collected = collected
+        try:
+            yield collected
+        finally:
+            self.collected = None
+
+    def watch(self, module: nn.Module) -> None:
+        """Let the linear layers of a module defer their weights, in place. Of several watchers the first collects."""
+        for each in module.modules():
+            # Subclasses, and layers whose forward was replaced, may compute something else.
+            if type(each) is nn.Linear:
+                if "forward" not in vars(each):
+                    put_around(each, Layer.WEIGHTS, lambda _, layer=each: _WatchedForward(layer))  # type: ignore[misc]
+                if isinstance(each.forward, _WatchedForward):
+                    each.forward.stores.append(self)
+
+
+class _WatchedForward:
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+        self.stores: list[WeightGradients] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._layer.weight, self._layer.bias
+        can_wait = is_plain(weight) and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        if not can_wait or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+            return functional.linear(x, weight, bias)
+        out: Tensor = _Linear.apply(x, weight, bias, self.put_off)
+        return out
+
+    def put_off(self, work: Callable[[], None]) -> bool:
+        """Keep `work` for later; False if it must be done now."""
+        collected = next((store.collected for store in self.stores if store.collected is not None), None)
+        if collected is None:
+            return False
+        collected.append(work)
+        return True
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Callable[[Callable[[], None]], bool]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Recomputation saves copies, and it is these that the gradient belongs to.
+        ctx.weights, ctx.put_off = (weight, bias), put_off
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = grad @ weight if needs_x else None
+
+        def of_weight() -> Tensor:
+            return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+        def of_bias() -> Tensor:
+            return grad.flatten(0, -2).sum(0)
+
+        def later() -> None:
+            # Through autograd, so that hooks on these gradients run.
+            if needs_weight:
+                torch.autograd.backward(ctx.weights[0], of_weight())
+            if needs_bias:
+                torch.autograd.backward(ctx.weights[1], of_bias())
+
+        if ctx.put_off(later):
+            return grad_x, None, None, None
+        return grad_x, of_weight() if needs_weight else None, of_bias() if needs_bias else None, None

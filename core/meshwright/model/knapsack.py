@@ -1,9 +1,9 @@
 """Choose what blocks hold for backward within a budget of bytes, so that least is computed again. No torch.
 
 A block is held whole, or it holds its inputs and some results of its operators; the others are computed again when its
-backward begins. That is a knapsack of many choices: each block goes along the lower convex hull of (bytes held, cost of
-computing again), the step that spares most per byte first, whichever block it belongs to; a step that does not fit ends
-its block. Then single operators fill what is left. The result is dearer than the best one by less than one step.
+backward begins. That is a multiple-choice knapsack: each block goes along the lower convex hull of (bytes held, cost of
+computing again), the step that saves most per byte first, whichever block it belongs to; a step that does not fit ends
+its block. Then single operators fill what is left. The result costs more than the best one by less than one step.
 Source: Sinha and Zoltners 1979, "The multiple-choice knapsack problem"; for the budget of bytes against operations,
 Jain et al. 2020, arXiv:1910.02653.
 """
@@ -11,18 +11,12 @@ Jain et al. 2020, arXiv:1910.02653.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Something that a block computes and may hold.
-
-    Attributes:
-        key: by which the block knows it.
-        bytes: of its results, at least 1.
-        cost: of computing it again.
-    """
+    """Something that a block computes and may hold: bytes (at least 1) of its results, cost of recomputing it."""
 
     key: Hashable
     bytes: int
@@ -31,48 +25,34 @@ class Operator:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one call of a block holds and computes.
-
-    Attributes:
-        inputs: bytes of what it is given, which are held in any case.
-        whole: bytes that it holds besides, where nothing is computed again.
-        cost: of computing all again.
-        operators: what may be held; the others are always computed again, unless the block is held whole.
-    """
+    """What one call of a block holds and computes; `cost` is that of computing all again."""
 
     inputs: int
+    """Bytes of what it is given, which are held in any case."""
     whole: int
+    """Bytes that it holds besides if nothing is computed again."""
     cost: float
     operators: tuple[Operator, ...]
+    """What may be held; all else is computed again unless the block is held whole."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The start of a backward.
-
-    Attributes:
-        in_flight: of each stage on this rank, microbatches whose forward is done and whose backward is not.
-        stage: whose backward it is.
-    """
+    """The start of a backward of `stage`; `in_flight` counts, for each stage of this rank, the microbatches whose
+    forward is done and whose backward is not."""
 
     in_flight: tuple[int, ...]
     stage: int
 
 
 ONE_STAGE = (Moment((1,), 0),)
-"""Forwards and backwards in turn."""
+"""Moments of forwards and backwards in turn."""
 
 
 @dataclass
 class Choice:
-    """What one call of a block holds.
-
-    Attributes:
-        whole: everything; nothing is computed again.
-        keys: of operators whose results it holds, beside its inputs.
-        bytes: of that, without its inputs.
-        cost: of what is computed again.
-    """
+    """What one call of a block holds besides its inputs: everything, or results of the operators with these keys.
+    `cost` is that of what is computed again."""
 
     whole: bool
     keys: frozenset[Hashable]
@@ -80,27 +60,17 @@ class Choice:
     cost: float
 
 
-@dataclass
 class Choices:
-    """Of all blocks of a rank, by stage and in the order in which they are called.
+    """The choices `made` for all blocks of a rank, by stage and in the order of calls; at first, inputs alone."""
 
-    Attributes:
-        stages: the profiles.
-        moments: when most may be held.
-        made: the choices; at first, nothing but inputs is held.
-    """
-
-    stages: Sequence[Sequence[Profile]]
-    moments: Sequence[Moment]
-    made: list[list[Choice]] = field(init=False)
-    _released: set[Hashable] = field(init=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.made = [[Choice(False, frozenset(), 0, each.cost) for each in stage] for stage in self.stages]
+    def __init__(self, stages: Sequence[Sequence[Profile]], moments: Sequence[Moment]) -> None:
+        self.stages, self.moments = stages, moments
+        self.made = [[Choice(False, frozenset(), 0, each.cost) for each in stage] for stage in stages]
+        self._released: set[Hashable] = set()
 
     @property
     def peak(self) -> int:
-        """Bytes that are held when it is most: of all microbatches in flight, and of the block whose backward runs."""
+        """Most bytes held at any moment: of all microbatches in flight, and of the block whose backward runs."""
         held, on_top = zip(*map(self._held, range(len(self.stages))), strict=True)
         return max(
             sum(count * each for count, each in zip(moment.in_flight, held, strict=True)) + on_top[moment.stage]
@@ -109,11 +79,9 @@ class Choices:
 
     @property
     def cost(self) -> float:
-        """Of what is computed again for one microbatch of each stage."""
         return sum(choice.cost for stage in self.made for choice in stage)
 
     def fill(self, limit: int) -> None:
-        """Hold as much as fits into `limit` bytes; see the module."""
         ended: set[tuple[int, int]] = set()
         for stage, block, choice in self._steps():
             if (stage, block) not in ended and not self._take(stage, block, choice, limit):
@@ -121,26 +89,20 @@ class Choices:
         self.top_up(limit)
 
     def release(self, stage: int, key: Hashable, holds: Sequence[int]) -> None:
-        """Let calls of blocks compute an operator again that they might hold, those for which `holds` has a 0.
-
-        What is held afterwards is changed by `top_up` alone, which takes neither that operator nor whole blocks.
-        """
+        """Let calls of blocks for which `holds` has a 0 compute an operator again; `top_up` will not hold it."""
         for block, (profile, is_held) in enumerate(zip(self.stages[stage], holds, strict=True)):
             released = next((each for each in profile.operators if each.key == key), None)
             now = self.made[stage][block]
             if released is None:
                 continue
             self._released.add(key)
-            if is_held:
-                continue
-            if now.whole:
+            if not is_held and now.whole:
                 self.made[stage][block] = Choice(False, frozenset(), 0, profile.cost)
-            elif key in now.keys:
+            elif not is_held and key in now.keys:
                 keys = now.keys - {key}
                 self.made[stage][block] = Choice(False, keys, now.bytes - released.bytes, now.cost + released.cost)
 
     def top_up(self, limit: int) -> None:
-        """Fill what is left with single operators."""
         for stage, block, operator in self._rest():
             now = self.made[stage][block]
             more = Choice(False, now.keys | {operator.key}, now.bytes + operator.bytes, now.cost - operator.cost)
@@ -148,8 +110,8 @@ class Choices:
                 self._take(stage, block, more, limit)
 
     def _held(self, stage: int) -> tuple[int, int]:
-        """Bytes that a stage holds of one microbatch, and what its backward adds at most: before a block computes
-        again what it has not held, the blocks behind it are done with."""
+        """Return the bytes that a stage holds of one microbatch, and what its backward adds at most: before a block
+        computes again what it has not held, the blocks behind it are freed."""
         behind = on_top = 0
         for profile, choice in zip(reversed(self.stages[stage]), reversed(self.made[stage]), strict=True):
             on_top = max(on_top, profile.whole - choice.bytes - behind)
@@ -164,7 +126,7 @@ class Choices:
         return False
 
     def _steps(self) -> Iterator[tuple[int, int, Choice]]:
-        """The steps of all blocks, the one that spares most per byte first; of equal ones, that of the last block."""
+        """Return the steps of all blocks, the one that saves most per byte first; of equal ones, the last block's."""
         weights = [max(moment.in_flight[stage] for moment in self.moments) for stage in range(len(self.stages))]
         steps: list[tuple[float, int, int, Choice]] = []
         for stage, profiles in enumerate(self.stages):
@@ -179,7 +141,7 @@ class Choices:
         return ((stage, block, choice) for _, block, stage, choice in steps)
 
     def _rest(self) -> Iterator[tuple[int, int, Operator]]:
-        """What blocks that are not whole do not hold, the operator that spares most per byte first."""
+        """Return what blocks that are not whole do not hold, the operator that saves most per byte first."""
         rest = [
             (operator.cost / operator.bytes, block, stage, operator)
             for stage, profiles in enumerate(self.stages)
@@ -193,7 +155,7 @@ class Choices:
 
 
 def _hull(profile: Profile) -> list[Choice]:
-    """What a block may hold, from its inputs alone to everything, with falling worth of each further byte."""
+    """Return what a block may hold, from inputs alone to everything, with falling worth of each further byte."""
     point = Choice(False, frozenset(), 0, profile.cost)
     hull = [point]
     for operator in sorted(profile.operators, key=lambda each: -each.cost / each.bytes):

@@ -1,17 +1,21 @@
-"""What a strategy needs to know of a model, found by structure and not by class names.
+"""The structure and size of a model, found from its modules and not from class names.
 
 A plugin answers for a model that these rules would get wrong through the hook `model_layout`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from ..base.errors import ModelError
+
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
-"""Parts of a model beside its blocks, as they are called to a person."""
+"""Parts of a model besides its blocks, as error texts and reports name them."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,15 @@ class ModelLayout:
         return tuple(block for stack in self.stacks for block in stack)
 
     def part_of(self, name: str) -> str:
-        """Where a parameter is: the name of its block, or `EMBEDDING`, `HEAD` or `OTHER`.
-
-        Args:
-            name: the first that it has, so that a tied head is a part of the embedding.
-        """
+        """Return the part (a block, `EMBEDDING`, `HEAD`, `OTHER`) of a parameter, given its first name."""
         blocks, steps = frozenset(self.blocks), name.split(".")
         around = [".".join(steps[:count]) for count in range(1, len(steps))]
-        block = next((each for each in around if each in blocks), None)
-        if block is not None:
-            return block
-        if self.embedding in around:
-            return EMBEDDING
-        return HEAD if self.head in around else OTHER
+        other = EMBEDDING if self.embedding in around else HEAD if self.head in around else OTHER
+        return next((each for each in around if each in blocks), other)
 
 
 def in_order(parts: Iterable[str]) -> list[str]:
-    """Each part once, as a token goes through them: blocks as they come, between embedding and head."""
+    """Return each part once, in the order of a forward: the embedding, blocks as given, the head, all else."""
     place = {EMBEDDING: 0, HEAD: 2, OTHER: 3}
     return sorted(dict.fromkeys(parts), key=lambda part: place.get(part, 1))
 
@@ -57,23 +53,22 @@ def in_order(parts: Iterable[str]) -> list[str]:
 def layout_by_structure(model: nn.Module) -> ModelLayout:
     """Find stacks, embedding, head and tied parameters.
 
-    A stack is an outermost ModuleList whose members all have submodules and parameters of their own: lists inside a
-    block (experts) belong to the block, and lists of plain layers (projections) are no blocks. Members without any
-    parameter are passed over: blocks that a stage of a pipeline does not hold.
+    A stack is an outermost ModuleList whose members have submodules: lists inside a block (experts) and of plain layers
+    are none. Members without parameters are passed over: blocks that a stage of a pipeline does not hold.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    embedding = _accessor(model, "get_input_embeddings")
-    head = _accessor(model, "get_output_embeddings")
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
     return ModelLayout(
         stacks=tuple(_stacks(model, "")),
-        embedding=names.get(id(embedding)),
-        head=names.get(id(head)),
-        tied=_tied(model),
+        embedding=names.get(id(_accessor(model, "get_input_embeddings"))),
+        head=names.get(id(_accessor(model, "get_output_embeddings"))),
+        tied=tuple(tuple(group) for group in by_identity.values() if len(group) > 1),
     )
 
 
 def _accessor(model: nn.Module, name: str) -> nn.Module | None:
-    """What a Hugging Face accessor returns; None where the model has none or does not implement it."""
     method = getattr(model, name, None)
     try:
         return method() if callable(method) else None
@@ -83,25 +78,77 @@ def _accessor(model: nn.Module, name: str) -> nn.Module | None:
 
 def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        is_list = isinstance(child, nn.ModuleList)
-        members = [index for index, each in enumerate(child.children()) if is_list and _has_parameters(each)]
-        if members and all(_is_block(child[index]) for index in members):
-            yield tuple(f"{path}.{index}" for index in members)
+        members = list(enumerate(child.children())) if isinstance(child, nn.ModuleList) else []
+        members = [(index, each) for index, each in members if any(True for _ in each.parameters())]
+        if members and all(any(True for _ in each.children()) for _, each in members):
+            yield tuple(f"{prefix}{name}.{index}" for index, _ in members)
         else:
-            yield from _stacks(child, f"{path}.")
+            yield from _stacks(child, f"{prefix}{name}.")
 
 
-def _is_block(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
+# -- size
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+@dataclass(frozen=True)
+class ModelSize:
+    """Elements of all parameters, a tied weight counted once, and of those that train."""
+
+    parameters: int
+    trainable: int
+    bytes_per_element: int
 
 
-def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    by_identity: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(names) for names in by_identity.values() if len(names) > 1)
+def model_size(model: nn.Module) -> ModelSize:
+    parameters = list(model.parameters())
+    return ModelSize(
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        bytes_per_element=parameters[0].element_size() if parameters else 0,
+    )
+
+
+def check_elements(model: nn.Module) -> None:
+    """Refuse trainable parameters without elements: their gradients cannot be sharded."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel() == 0:
+            raise ModelError(
+                f"{name} is to be trained, but its shape {tuple(parameter.shape)} has no elements. Change the size of "
+                f"the model's configuration that is 0, or freeze the parameter."
+            )
+
+
+# -- tied weights: with a configuration that contradicts the modules, a saved model would load as another one
+
+
+def set_tied(config: Any, is_tied: bool) -> None:
+    for each in (config, config.get_text_config()):
+        each.tie_word_embeddings = is_tied
+
+
+def note_ties(model: nn.Module) -> None:
+    """Set `tie_word_embeddings` in a model's configuration to what its modules are, in place.
+
+    Files and code may tie or untie a head. If only some of several ties hold, the configuration is unchanged.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "get_expanded_tied_weights_keys") or not hasattr(base.config, "tie_word_embeddings"):
+        return
+    wanted = not base.config.tie_word_embeddings
+    pairs = _ties(base)
+    if pairs and all(is_one is wanted for is_one in pairs):
+        set_tied(base.config, wanted)
+        base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _ties(model: Any) -> list[bool]:
+    """For each pair of weights that the class ties if its configuration says so: whether they are one parameter."""
+    config = model.config
+    tied = copy.deepcopy(config)
+    set_tied(tied, True)
+    try:
+        model.config = tied
+        pairs = model.get_expanded_tied_weights_keys(all_submodels=False)
+    finally:
+        model.config = config
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return [named[name] is named[other] for name, other in pairs.items() if name in named and other in named]

@@ -1,9 +1,9 @@
 """The parameters of a base model with its adapters merged into them, one after the other, in bounded memory.
 
-Each layer that is wrapped is merged by peft's own code, alone: a copy of its wrapper without memory gets the whole
-tensors of this layer, and gives the base's. So what comes out is what `merge_and_unload` gives, bit for bit, for
-whatever peft can merge, and takes the memory of one layer and of what is added to it. But of two tied weights of which
-one is adapted, both are given, as the adapted model computes with them; `merge_and_unload` adds the change to both.
+Each layer that is wrapped is merged by peft's own code, alone: a copy of its wrapper without memory gets the full
+tensors of this layer, and gives the base's. So the result is that of `merge_and_unload`, bit for bit, for whatever peft
+can merge, and takes the memory of one layer and of what is added to it. But of two tied weights of which one is
+adapted, both are given, as the adapted model computes with them; `merge_and_unload` adds the change to both.
 """
 
 from __future__ import annotations
@@ -15,31 +15,30 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, wrappers
-from .._compat.peft_tying import merged_alike
+from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, merged_alike, wrappers
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
 from ..tensors.whole_parameters import Held, whole_parameters
 from .weights import set_tensor
 
 Adapters: TypeAlias = Literal["apart", "merged"]
-"""Whether adapters are given beside the base, by peft's names, or merged into it, by the base's."""
+"""Whether adapters are given besides the base, by peft's names, or merged into it, by the base's."""
 
 
 class Merging:
-    """How the adapters of one model are merged: those that are active when this is made.
+    """How the adapters of one model, those that are active now, are merged.
 
-    Args:
-        model: adapted, before it is sharded; it may be on the meta device, and stays as it is.
-
-    Attributes:
-        names: of the parameters that are needed, as the adapted model has them and in its order.
+    Made before the model is sharded; it may be on the meta device. `names` are those of the parameters that are needed,
+    as the adapted model has them and in its order.
     """
 
     def __init__(self, model: nn.Module) -> None:
         layers = dict(wrappers(model, outermost=True))
-        empty = {id(each): _empty(each) for each in model.parameters()}
         # Without memory; what is tied stays so.
+        empty = {
+            id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
+            for each in model.parameters()
+        }
         self._layers: dict[str, Any] = copy.deepcopy(layers, dict(empty))
         first: dict[int, str] = {}
         everywhere = dict(model.named_parameters(remove_duplicate=False))
@@ -48,26 +47,14 @@ class Merging:
         self._alike = merged_alike(model)
         self._of_layer = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
         self._groups = self._joined()
-        group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
-        self._group_of = group_of
+        self._group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
         copies = active_copies(model)
         self.names = tuple(
-            name for name in dict.fromkeys(self._first.values()) if name in group_of or copies.get(name, True)
+            name for name in dict.fromkeys(self._first.values()) if name in self._group_of or copies.get(name, True)
         )
 
     def merged(self, pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[Any]:
-        """Parameters of the base model, merged, each as soon as all that it is made of has come.
-
-        Args:
-            pairs: names and whole tensors, those of `names` in this order; what belongs to a layer is written into.
-            dtype: of what floats; None: the base's own.
-
-        Returns:
-            (name, tensor), by the names of the base model.
-
-        Raises:
-            ModelError: peft cannot merge a layer.
-        """
+        """Yield the base model's parameters, merged, from full tensors of `names` in order, which are written into."""
         waiting: dict[int, dict[str, Tensor]] = {}
         for name, tensor in pairs:
             index = self._group_of.get(name)
@@ -83,7 +70,6 @@ class Merging:
                 del have
 
     def _joined(self) -> list[list[str]]:
-        """Layers, together where they have a parameter in common."""
         groups: list[list[str]] = []
         for path in self._layers:
             needed = set(self._needed([path]))
@@ -93,35 +79,26 @@ class Merging:
         return groups
 
     def _needed(self, group: list[str]) -> list[str]:
-        """Names of the parameters of layers, each once."""
         return list(dict.fromkeys(self._first[name] for name, path in self._of_layer.items() if path in group))
 
     @torch.no_grad()
     def _made(self, group: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        names = [name for name, first in self._first.items() if first in tensors]
         # What is tied changes in one place alone.
-        values = {name: tensors[self._first[name]] for name in names}
-        values = {name: value if self._first[name] == name else value.clone() for name, value in values.items()}
+        values = {
+            name: tensors[first] if first == name else tensors[first].clone()
+            for name, first in self._first.items()
+            if first in tensors
+        }
         found = {base_name(name): value for name, value in values.items() if name not in self._of_layer}
         for path in group:
-            if path in self._alike:
-                continue
-            merged = merged_layer(self._layers[path], path, values).named_parameters()
-            found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
+            if path not in self._alike:
+                merged = merged_layer(self._layers[path], path, values).named_parameters()
+                found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
         return list(found.items())
 
 
 def merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]) -> nn.Module:
-    """The layer of the base that a wrapper's active adapters and what it is around make.
-
-    Args:
-        layer: the wrapper; a copy is merged, which takes no memory where the wrapper has none.
-        path: its name in the adapted model.
-        values: of the wrapper's tensors, by their names in the adapted model; they are written into.
-
-    Raises:
-        ModelError: peft cannot merge it.
-    """
+    """Merge a copy of a wrapper, named `path`, with the values of its tensors, which are written into."""
     layer = copy.deepcopy(layer)
     for name, _ in list(layer.named_parameters(remove_duplicate=False)):
         set_tensor(layer, name, nn.Parameter(values[f"{path}.{name}"], requires_grad=False))
@@ -139,23 +116,14 @@ class Holder(Protocol):
 
 
 def merging_of(model: nn.Module) -> Merging | None:
-    """How a model's adapters are merged; None: it has none."""
+    """Return how a model's adapters are merged; None: it has none."""
     return Merging(model) if is_adapted(model) else None
 
 
 def given_parameters(
     manager: Holder, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `meshwright.tensors.whole_parameters.whole_parameters`; collective like it.
-
-    Args:
-        manager: whose attribute `merging` tells how adapters of its model are merged; one without such, or with None,
-            has no adapters, and gives the same merged.
-        adapters: equal on all ranks.
-
-    Raises:
-        ConfigError: `adapters` is neither of the two; on all ranks.
-    """
+    """See `whole_parameters`; collective like it. A manager without `merging` gives the same in both ways."""
 
     def check() -> None:
         if adapters not in ("apart", "merged"):
@@ -174,12 +142,7 @@ def given_parameters(
             raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_pieces.")
         return {name: pieces[name] for name in merging.names}
 
-    whole = whole_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None)
-    return merging.merged(whole, dtype)
-
-
-def _empty(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    return merging.merged(whole_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

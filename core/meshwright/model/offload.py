@@ -1,11 +1,11 @@
-"""Let what blocks hold for backward lie in host memory until then.
+"""Hold in host memory what blocks save for backward.
 
-Results of a block, and the hidden states that it is given, go to host memory when autograd saves them, each memory
-once, and come back when backward asks for the first of what lies in it. Parameters, and what blocks are given besides
-(masks, positions), stay where they are: others hold them anyway.
+Results of a block, and the hidden states that it is given, go to host memory when autograd saves them, each storage
+once, and come back when backward asks for the first tensor in it. Parameters, and what blocks are given besides
+(masks, positions), stay: others hold them anyway.
 
 On an accelerator host memory is pinned, and copies are ordered with the computation: no other stream runs ahead. On a
-CPU, where both memories are one, it is copied all the same, so that what is proved there holds elsewhere.
+CPU, where both memories are one, tensors are copied all the same, so that what is proved there holds elsewhere.
 Source: torch.autograd.graph.save_on_cpu, which copies each saved view by itself, and parameters, too.
 """
 
@@ -27,31 +27,25 @@ from .operators import hidden_in, is_parameter_of, storage_in, tensors_with_memo
 
 
 class OffloadedBlocks:
-    """The blocks of one model.
-
-    Attributes:
-        bytes_out, bytes_back: that were copied to host memory and back, since it was made.
-    """
+    """The blocks of one model; `bytes_out` and `bytes_back` were copied to host memory and back so far."""
 
     def __init__(self) -> None:
         self.bytes_out = self.bytes_back = 0
 
     def put_around(self, block: nn.Module, original: ForwardMethod) -> ForwardMethod:
-        """The forward of a block, around which saved tensors go to host memory."""
+        """Return the forward of a block whose saved tensors go to host memory."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
                 return original(*args, **kwargs)
             call = _Call(self, block, (args, kwargs))
-            with saved_tensors_hooks(call.pack, _unpacked):
+            with saved_tensors_hooks(call.pack, lambda packed: packed()):
                 return original(*args, **kwargs)
 
         return forward
 
 
 class _Call:
-    """One call of a block."""
-
     def __init__(self, blocks: OffloadedBlocks, block: nn.Module, given: Any) -> None:
         self._blocks, self._block = blocks, block
         stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
@@ -61,20 +55,23 @@ class _Call:
         self._stays = {id(storage): storage for storage in map(storage_in, stays)}
         self._moved: dict[tuple[int, int], tuple[Callable[[], Any], _Moved | None]] = {}
 
-    def pack(self, tensor: Tensor) -> Any:
-        """What autograd holds in the place of a tensor."""
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what autograd holds in the place of a tensor: a function that gives it back."""
         if isinstance(tensor, DTensor):
             with torch.no_grad():
-                return _Divided(tensor, self.pack(tensor.to_local()))
+                local = self.pack(tensor.to_local())
+            place, shape, stride = (tensor.device_mesh, tensor.placements), tensor.shape, tensor.stride()
+            return lambda: DTensor.from_local(local(), *place, run_check=False, shape=shape, stride=stride)
         storage = tensor.untyped_storage()
         stays = isinstance(tensor, nn.Parameter) or not is_plain(tensor) or tensor.layout is not torch.strided
         # Memory that this dtype does not divide was made for another.
         if stays or self._keeps(storage) or storage.nbytes() % tensor.itemsize:
-            return tensor.detach() if tensor.grad_fn is not None else tensor
+            kept = tensor.detach() if tensor.grad_fn is not None else tensor
+            return lambda: kept
         return _View(self._move(tensor, version_of(tensor)), tensor)
 
     def _keeps(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a memory stays; that of parameters may have been gathered since the call began."""
+        """Return whether a storage stays; that of parameters may have been gathered since the call began."""
         if id(storage) not in self._stays and is_parameter_of(self._block, storage):
             self._stays[id(storage)] = storage
         return id(storage) in self._stays
@@ -90,14 +87,7 @@ class _Call:
 
 
 class _Moved:
-    """Memory of a device that lies in host memory.
-
-    Args:
-        whole: all of it, 1-D, uint8.
-
-    Attributes:
-        views: that are in it and have not been asked for.
-    """
+    """A storage of a device, given as a 1-D uint8 tensor, in host memory, with a count of tensors not asked for."""
 
     def __init__(self, blocks: OffloadedBlocks, whole: Tensor) -> None:
         self.views = 0
@@ -108,7 +98,7 @@ class _Moved:
         blocks.bytes_out += whole.numel()
 
     def back(self) -> Tensor:
-        """The memory on the device, 1-D, uint8, copied once for all views."""
+        """The storage on the device, 1-D, uint8, copied once for all views."""
         whole = self._back
         if whole is None:
             whole = torch.empty_like(self._host, device=self._device, pin_memory=False)
@@ -119,32 +109,12 @@ class _Moved:
 
 
 class _View:
-    """A tensor in memory that has moved."""
-
     def __init__(self, moved: _Moved, tensor: Tensor) -> None:
         moved.views += 1
         self._moved, self._dtype, self._was_asked_for = moved, tensor.dtype, False
         self._place = tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    def unpacked(self) -> Tensor:
+    def __call__(self) -> Tensor:
         self._moved.views -= not self._was_asked_for
         self._was_asked_for = True
         return self._moved.back().view(self._dtype).as_strided(*self._place)
-
-
-class _Divided:
-    """A DTensor of which this rank's part has moved, or stays."""
-
-    def __init__(self, whole: DTensor, local: Any) -> None:
-        self._local = local
-        self._place = whole.device_mesh, whole.placements
-        self._shape, self._stride = whole.shape, whole.stride()
-
-    def unpacked(self) -> Tensor:
-        local = _unpacked(self._local)
-        return DTensor.from_local(local, *self._place, run_check=False, shape=self._shape, stride=self._stride)
-
-
-def _unpacked(packed: Any) -> Tensor:
-    tensor: Tensor = packed.unpacked() if isinstance(packed, (_View, _Divided)) else packed
-    return tensor

@@ -1,7 +1,7 @@
-"""See what a block computes, what of it autograd holds, and what each operator costs.
+"""Measure what a block computes, what autograd holds of it, and what each operator costs.
 
-A dispatch mode notes the operators of one call with gradients, as torch's selective checkpointing will see them. It
-runs on real tensors: how many tokens an expert gets, and how long a message is, only values tell.
+A dispatch mode records the operators of one call with gradients, as torch's selective checkpointing will see them. It
+runs on real tensors, since the number of an expert's tokens and the length of a message depend on values.
 
 [Note: cost] An operator costs its floating-point operations, or the bytes that it moves where these take longer; both
 in operations. An accelerator does some hundred of them (bfloat16) while a byte comes from its memory, and thousands
@@ -21,25 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._compat.arithmetic import arithmetic
-from .._compat.torch import (
-    TorchDispatchMode,
-    draws_random_numbers,
-    is_communication,
-    written_arguments,
-)
+from .._compat.torch import TorchDispatchMode, arithmetic, draws_random_numbers, is_communication, written_arguments
 from ..tensors.ops import tensors_in
 from .knapsack import Operator, Profile
 
 COMMUNICATION = "communication"
-"""The key of all that a block gets from other ranks: held together or not at all, the same on all ranks."""
+"""Key of all that a block gets from other ranks, which is held together or not at all, the same on all ranks."""
 _PER_BYTE, _PER_BYTE_SENT = 200, 5000
 
 
 @dataclass
 class _Seen:
-    """One call of an operator."""
-
     func: Any
     key: Hashable
     made: int
@@ -49,15 +41,11 @@ class _Seen:
 
 
 class Recorder(TorchDispatchMode):
-    """Around one call of a block with gradients on.
+    """Records one call of a block with gradients on.
 
-    [Note: parameters that come and go] Within a block, a strategy may gather the parameters of a part of it, and free
-    them behind. Their memory is made there, but is no activation. And since recomputation may find them gathered
-    already, it does not call what gathers as often as the forward does: operators of these kinds, which run without
-    gradients and compute nothing, cannot be held, for they are known by how often they were called.
-
-    Args:
-        block: whose parameters are looked at when something is saved.
+    Within a block, a strategy may gather parameters and free them. Their memory is no activation; and since
+    recomputation may find them gathered, operators that run without gradients and compute nothing cannot be held: they
+    are known by how often they were called.
     """
 
     supports_higher_order_operators = True
@@ -97,28 +85,15 @@ class Recorder(TorchDispatchMode):
         made = sum(self._note(storage_in(tensor), index) for tensor in results)
         moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
         sends = is_communication(func)
-        per_byte = _PER_BYTE_SENT if sends else _PER_BYTE
-        self._seen.append(
-            _Seen(
-                func=func,
-                key=(func, self._counts[func]),
-                made=made,
-                cost=max(operations, per_byte * moved),
-                is_communication=sends,
-                can_be_held=made > 0 and not draws_random_numbers(func, args, kwargs),
-            )
-        )
+        cost = max(operations, (_PER_BYTE_SENT if sends else _PER_BYTE) * moved)
+        can_be_held = made > 0 and not draws_random_numbers(func, args, kwargs)
+        self._seen.append(_Seen(func, (func, self._counts[func]), made, cost, sends, can_be_held))
         self._counts[func] += 1
         self._note_writes(func, args, kwargs)
         return result
 
     def profile(self, inputs: int, hidden: Tensor | None) -> Profile:
-        """What was seen.
-
-        Args:
-            inputs: bytes of what the block alone was given, which are held where it is computed again.
-            hidden: of that, the states that it works on: held, too, where autograd has saved them.
-        """
+        """Return what was recorded, for a block that alone was given so many bytes of `inputs`, `hidden` among them."""
         # Recomputation stops where nothing is left that backward needs.
         needed = self._seen[: self._needed]
         sent = [each for each in needed if each.is_communication]
@@ -145,7 +120,7 @@ class Recorder(TorchDispatchMode):
         return tensor.detach()
 
     def _note(self, storage: torch.UntypedStorage, maker: int | None) -> int:
-        """Bytes of a storage that was not there before; 0 if it was."""
+        """Return the bytes of a new storage; 0 if it is known."""
         key = id(storage)
         if key in self._makers:
             return 0
@@ -154,12 +129,11 @@ class Recorder(TorchDispatchMode):
         return storage.nbytes()
 
     def _forget(self, key: int) -> None:
-        """A storage that is gone is not held, whatever has saved it."""
         self._makers.pop(key, None)
         self._saved.pop(key, None)
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What is written into cannot be held: the second time, it would be written into again."""
+        """Mark what is written into: if it were held, it would be written into again in the recomputation."""
         for where in written_arguments(func):
             value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
             for tensor in tensors_with_memory(value):
@@ -169,22 +143,20 @@ class Recorder(TorchDispatchMode):
 
 
 def tensors_with_memory(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples and mappings that have memory."""
     return (each for each in tensors_in(value) if each.layout is torch.strided and not each.is_meta)
 
 
 def hidden_in(given: Any) -> Tensor | None:
-    """The hidden states that a block works on: what comes first of floating point in what it is given."""
+    """Return the hidden states that a block works on: the first tensor of floating point in what it is given."""
     return next((each for each in tensors_with_memory(given) if each.is_floating_point()), None)
 
 
 def is_parameter_of(module: nn.Module, storage: torch.UntypedStorage) -> bool:
-    """Whether a memory is that of a parameter, as the module has it now."""
+    """Return whether a storage is that of one of the module's parameters as they are now."""
     return any(storage is storage_in(each) for each in module.parameters() if not each.is_meta)
 
 
 def storage_in(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory of a tensor on this rank."""
     # Without gradients, the local part is the tensor itself, not a view that autograd follows.
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,16 +8,17 @@ threads. What is drawn too much lies within the tiles at the edges of a part.
 
 [Note: streams] Tiles of all operators of a model are numbered one after another. torch seeds its CPU generator, a
 Mersenne Twister, with 32 bits, so hashes of (seed, operator, tile) would meet after some 65,000 tiles. Numbers that
-follow one another do not; a mixing function that maps 32 bits onto 32 bits one to one spreads them. A model may have
-2**32 tiles, 2.8e14 values. A counter-based generator (Philox) would need no such care, but torch has none on a CPU, and
-numpy, which has one, does not promise that its versions draw the same values.
+follow one another do not; a bijective mixing function of 32 bits spreads them. A model may have 2**32 tiles, 2.8e14
+values. torch has no counter-based generator (Philox) on a CPU, and numpy's may change between versions.
 Source: the finalizer of MurmurHash3 (Austin Appleby, public domain).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,11 +42,7 @@ class Grid:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Grid:
-        columns = shape[-1] if shape else 1
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        return cls(rows, columns)
+        return cls(math.prod(shape[:-1]), shape[-1] if shape else 1)
 
     @property
     def tile_columns(self) -> int:
@@ -57,11 +54,10 @@ class Grid:
 
     @property
     def count(self) -> int:
-        """Tiles of the whole tensor."""
         return -(-self.rows // self.tile_rows) * -(-self.columns // self.tile_columns)
 
     def tiles(self, rows: slice, columns: slice) -> Iterator[Tile]:
-        """Those that have elements in these rows and columns."""
+        """Yield the tiles that have elements in these rows and columns."""
         across = -(-self.columns // self.tile_columns)
         for row in range(rows.start // self.tile_rows, -(-rows.stop // self.tile_rows)):
             for column in range(columns.start // self.tile_columns, -(-columns.stop // self.tile_columns)):
@@ -72,8 +68,6 @@ class Grid:
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile: its number in the grid, and where it lies."""
-
     number: int
     rows: slice
     columns: slice
@@ -81,30 +75,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Fill:
-    """An operator that writes into a tensor, element by element.
-
-    Attributes:
-        args, kwargs: behind the tensor.
-        stream: number of its first tile, for one that draws random numbers.
-        rows: which rows of the tensor it writes; None: all.
-    """
+    """An operator that writes into a tensor, element by element; `args` and `kwargs` follow the tensor."""
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     stream: int | None = None
+    """Number of its first tile, if it draws random numbers."""
     rows: slice | None = None
+    """Rows of the tensor that it writes; None: all."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the values of a tensor come about: fills, one after the other.
-
-    Attributes:
-        shape: of the tensor.
-        fills: the first writes every element, whatever was there before.
-        seed: of the model.
-    """
+    """Fills that give a tensor its values, one after the other; the first writes every element. The seed is global."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -112,7 +96,6 @@ class Recipe:
     seed: int
 
     def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The values of a rectangle of the tensor, of this shape."""
         grid = Grid.of(self.shape)
         columns = slice(offsets[-1], offsets[-1] + sizes[-1]) if self.shape else slice(0, 1)
         found = torch.empty(tuple(sizes), dtype=self.dtype)
@@ -154,30 +137,24 @@ class Recipe:
 
 
 def _row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[slice]:
-    """Rows of the matrix that a rectangle of the tensor covers, in the rectangle's order."""
-    if len(shape) < 2:
-        yield slice(0, 1)
+    """Yield the rows of the matrix that a rectangle of the tensor covers, in the rectangle's order."""
+    if len(shape) <= 2:
+        yield slice(offsets[0], offsets[0] + sizes[0]) if len(shape) == 2 else slice(0, 1)
         return
-    if len(shape) == 2:
-        yield slice(offsets[0], offsets[0] + sizes[0])
-        return
-    inner = Grid.of(shape[1:]).rows
-    open_range: slice | None = None
+    inner = math.prod(shape[1:-1])
+    first, last = 0, 0
     for index in range(offsets[0], offsets[0] + sizes[0]):
         for rows in _row_ranges(shape[1:], offsets[1:], sizes[1:]):
             begin, end = index * inner + rows.start, index * inner + rows.stop
-            if open_range is not None and open_range.stop == begin:
-                open_range = slice(open_range.start, end)
-                continue
-            if open_range is not None:
-                yield open_range
-            open_range = slice(begin, end)
-    if open_range is not None:
-        yield open_range
+            if begin != last and first < last:
+                yield slice(first, last)
+            first, last = first if begin == last else begin, end
+    if first < last:
+        yield slice(first, last)
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
-    """This thread's generator, at the beginning of a stream; see [Note: streams]."""
+    """Return this thread's generator, at the beginning of a stream; see [Note: streams]."""
     if not hasattr(_of_thread, "generator"):
         _of_thread.generator = torch.Generator()
     generator: torch.Generator = _of_thread.generator
@@ -186,19 +163,17 @@ def _generator(seed: int, stream: int) -> torch.Generator:
 
 
 def _mixed(value: int) -> int:
-    """Another number of 32 bits, one to one."""
+    """Map 32 bits onto 32 bits, one to one."""
     value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _BITS
     value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _BITS
     return value ^ (value >> 16)
 
 
 def _on_threads(work: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Do all jobs, on as many threads as torch has; torch lets go of Python's lock while an operator runs."""
+    """Do all jobs, on as many threads as torch has; torch releases Python's lock while an operator runs."""
     threads = min(torch.get_num_threads(), len(jobs))
     if threads < 2:
-        for job in jobs:
-            work(job)
-        return
-    with ThreadPoolExecutor(threads) as workers:
-        for _ in workers.map(work, jobs):
-            pass
+        deque(map(work, jobs), maxlen=0)
+    else:
+        with ThreadPoolExecutor(threads) as workers:
+            deque(workers.map(work, jobs), maxlen=0)

@@ -1,4 +1,4 @@
-"""Recompute the activations of blocks in backward instead of holding them.
+"""Recompute activations of blocks in backward instead of holding them, and compile blocks.
 
 [Note: instance forwards] A block keeps its class, its name and its hooks: only `block.forward`, as an attribute of the
 instance, is replaced. So no parameter gets another name, hooks of sharding run around the recomputation and not in it,
@@ -9,35 +9,44 @@ default, also in training, where nobody reads it. So a checkpointed block gets N
 transformers' own checkpointing; a cache that holds tokens already is refused.
 
 "full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
-matrix product, all of attention, and what came over the network, so that nothing is communicated twice. What is held
-under a budget is chosen in `budget`; what lies in host memory, in `offload`.
+matrix product, all of attention, and results of collectives. A budget is divided in `budget`; host memory is used in
+`offload`.
 Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
+
+Blocks of one stack are alike, so one compilation serves many ("regional compilation"), and sharding gathers and frees
+between them as without compile.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import os
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .._compat.torch import (
     TorchDispatchMode,
+    compiled,
     draws_random_numbers,
     is_attention,
     is_choice,
     is_communication,
     is_matrix_product,
 )
-from ..base.errors import ConfigError, ModelError
+from .._compat.torch_versions import compiles_attention_in_float64
+from ..base.errors import ConfigError, ModelError, StrategyError
 from .activation_options import ActivationCheckpointing, ActivationOptions, told
 from .budget import BudgetedBlocks
 from .forward_order import Layer, put_around
@@ -46,7 +55,7 @@ from .offload import OffloadedBlocks
 
 Mode = Literal["full", "selective"]
 Contexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
-"""What a forward of a block runs in, and what its recomputation does."""
+"""Makes the context of a block's forward, and that of its recomputation."""
 
 
 def checkpoint_blocks(
@@ -54,22 +63,16 @@ def checkpoint_blocks(
 ) -> BudgetedBlocks | OffloadedBlocks | None:
     """Let every block recompute its activations in backward, or hold them in host memory; in place.
 
-    Acts while a block trains and gradients are on; evaluation and generation run as before. Random numbers (dropout)
-    are drawn again as they were.
+    Acts while a block trains and gradients are on. Random numbers (dropout) are drawn again as they were.
 
     Args:
         model: before compile and before sharding.
-        layout: of the model.
-        mode: "full" or True, "selective", options with a budget or a place, or False for nothing.
+        mode: "full" or True, "selective", options with a budget or host memory, or False for nothing.
         keep_choices: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
             little differently the second time; and how many tokens go where, which the host need not read again.
 
     Returns:
-        With a budget, the blocks, for which `choose` must be called; with a place, what counts the bytes that go there.
-
-    Raises:
-        ConfigError: no such mode.
-        ModelError: the model has no blocks.
+        With a budget, the blocks, for which `choose` must be called; with host memory, what counts the bytes moved.
     """
     if mode is False:
         return None
@@ -91,12 +94,12 @@ def checkpoint_blocks(
     for block in dict.fromkeys(model.get_submodule(name) for name in layout.blocks):
         if held is None:
             contexts = [_selective_contexts] * (mode == "selective") + keeping
-            put_around(block, Layer.RECOMPUTED, functools.partial(_recomputed, block, contexts))
+            wrap = functools.partial(_recomputed, block, contexts)
         elif isinstance(held, BudgetedBlocks):
-            again = functools.partial(_again, keeping)
-            put_around(block, Layer.RECOMPUTED, functools.partial(held.put_around, block, again))
+            wrap = functools.partial(held.put_around, block, functools.partial(_again, keeping))
         else:
-            put_around(block, Layer.RECOMPUTED, functools.partial(held.put_around, block))
+            wrap = functools.partial(held.put_around, block)
+        put_around(block, Layer.RECOMPUTED, wrap)
         put_around(block, Layer.RECOMPUTED, functools.partial(_without_cache, block))
     _refuse_filled_caches(model, layout.blocks)
     return held
@@ -128,19 +131,17 @@ def _without_cache(block: nn.Module, original: Callable[..., Any]) -> Callable[.
     """Let a block take no key-value cache while it trains; see [Note: no cache]."""
     names = list(inspect.signature(original).parameters)
 
+    def dropped(name: str | None, value: Any) -> Any:
+        return False if name == "use_cache" else None if _is_cache(value) else value
+
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
-            args = tuple(_cache_dropped(name, value) for name, value in zip_longest(names[: len(args)], args))
-            kwargs = {name: _cache_dropped(name, value) for name, value in kwargs.items()}
+            args = tuple(dropped(name, value) for name, value in zip_longest(names[: len(args)], args))
+            kwargs = {name: dropped(name, value) for name, value in kwargs.items()}
         return original(*args, **kwargs)
 
     return forward
-
-
-def _cache_dropped(name: str | None, value: Any) -> Any:
-    """An argument of a block; None in the place of a cache."""
-    return False if name == "use_cache" else None if _is_cache(value) else value
 
 
 def _is_cache(value: Any) -> bool:
@@ -191,22 +192,19 @@ def _within(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 def _selective_contexts() -> Any:
-    """The two contexts of one forward of one block, which counts its own matrix products."""
+    """Make the two contexts of one forward of one block, which counts its own matrix products."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if is_communication(op):
-            return CheckpointPolicy.MUST_SAVE
+        is_held = is_communication(op)
         if is_attention(op):
-            # Were its dropout not drawn again, that behind it would get its random numbers.
-            draws = draws_random_numbers(op, args, kwargs)
-            return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
-        if is_matrix_product(op):
+            # Were its dropout not drawn again, the dropout behind it would get its random numbers.
+            is_held = not draws_random_numbers(op, args, kwargs)
+        elif is_matrix_product(op):
             # Forward and recomputation count alike, each on its own.
             counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+            is_held = counts[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if is_held else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -231,8 +229,6 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives what was kept, in the same order."""
-
     def __init__(self, kept: Sequence[Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._kept = kept
@@ -243,15 +239,104 @@ class _Reuse(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _depends_on_data(func):
-            return _copied(next(self._rest))
-        return func(*args, **(kwargs or {}))
+        return _copied(next(self._rest)) if _depends_on_data(func) else func(*args, **(kwargs or {}))
 
 
 def _depends_on_data(op: Any) -> bool:
-    """Whether an operator tells where tokens go."""
     return is_choice(op) or str(op) == "meshwright.on_host.default"
 
 
 def _copied(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     return result.clone() if isinstance(result, Tensor) else tuple(each.clone() for each in result)
+
+
+# -- compilation
+
+# Training and evaluation, two lengths each, and shapes that have become symbolic.
+_VERSIONS_PER_BLOCK = 8
+
+
+def compile_blocks(
+    model: nn.Module,
+    layout: ModelLayout,
+    *,
+    device: torch.device | str = "cpu",
+    backend: str = "inductor",
+    leave: Collection[str] = (),
+) -> None:
+    """Compile the forward of every block; in place, after activation checkpointing and before sharding.
+
+    Args:
+        device: where the model will run.
+        leave: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block that
+            holds one is compiled in parts: each of its modules that holds none, as large as can be.
+    """
+    if not layout.blocks:
+        raise ModelError(
+            f"enable_compile=true compiles blocks, but {type(model).__name__} has no stack of blocks. "
+            f"Set enable_compile=false, or describe the model through the hook model_layout."
+        )
+    check_compiler(str(device), backend)
+    left = {model.get_submodule(name) for name in leave}
+    blocks = dict.fromkeys(model.get_submodule(name) for name in layout.blocks)
+    parts = [part for block in blocks for part in _parts(block, left)]
+    # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
+    compile_one = functools.partial(compiled, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
+    for part in dict.fromkeys(parts):
+        is_float64 = torch.device(device).type == "cpu" and any(p.dtype == torch.float64 for p in part.parameters())
+        # Within what is compiled: around it, torch 2.11 does not heed the choice.
+        if is_float64 and not compiles_attention_in_float64():
+            put_around(part, Layer.COMPILED, lambda forward: compile_one(_with_plain_attention(forward)))
+        else:
+            put_around(part, Layer.COMPILED, compile_one)
+
+
+def _with_plain_attention(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute attention as matrix products and a softmax; see `compiles_attention_in_float64`."""
+
+    @functools.wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **kwargs)
+
+    return forward
+
+
+def _parts(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the largest modules within one that are called and hold none of those left out."""
+    if module in left:
+        return
+    # A list of modules is not called itself.
+    if type(module).forward is not nn.Module.forward and left.isdisjoint(module.modules()):
+        yield module
+    else:
+        for child in module.children():
+            yield from _parts(child, left)
+
+
+@functools.cache
+def check_compiler(device: str, backend: str) -> None:
+    """Compile a small function, or say why that does not work."""
+
+    def small(x: Any) -> Any:
+        return (x.sin() + 1).sum()
+
+    try:
+        compiled(small, backend=backend, versions=1)(torch.ones(3, device=device))
+    except Exception as error:
+        # Anything from a missing compiler to a broken installation.
+        reason = str(error).strip().split("\n")[0]
+        raise StrategyError(
+            f"enable_compile=true, but torch.compile (backend {backend}) of torch {torch.__version__} does not work on "
+            f"{device}: {type(error).__name__}: {reason} {_compiler_remedy(device)} or set enable_compile=false."
+        ) from error
+
+
+def _compiler_remedy(device: str) -> str:
+    if torch.device(device).type != "cpu":
+        is_there = importlib.util.find_spec("triton") is not None
+        missing = "Install Triton (it comes with torch's CUDA builds),"
+    else:
+        is_there = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++")))
+        missing = "Install a C++ compiler such as g++,"
+    return "See the error above," if is_there else missing

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft_tying import adapted_on_meta
+from .._compat.peft import adapted_on_meta
 from ..model.adapter_options import check_names
-from ..model.build import new_model
 from ..model.configuration import model_config
+from ..model.pretrained import new_model
 from ..optim.build import optimizer_factory, try_optimization
 from ..train.run.preflight import data_and_model_config
 from ..train.run.run_file import RunConfig

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from .._compat.arithmetic import arithmetic
-from .._compat.torch import is_attention
+from .._compat.torch import arithmetic, is_attention
 from ..base.errors import BatchError, MeshwrightError
 from ..base.types import Objective
 from ..mesh.sizes import MeshSizes

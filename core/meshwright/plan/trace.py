@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._compat.arithmetic import arithmetic
-from .._compat.torch import written_arguments
+from .._compat.torch import arithmetic, written_arguments
 from ..base.types import Batch, OptimizerFactory
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees

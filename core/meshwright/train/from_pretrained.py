@@ -25,12 +25,10 @@ from ..launch.open_world import open_world
 from ..mesh.mesh import Mesh, as_mesh, degrees_of
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World
-from ..model.adapter_base import Base, fingerprint_of
+from ..model.adapter import Base, fingerprint_of
 from ..model.adapter_options import AdapterOptions, InjectedByOthers, adapt, adapter_options
-from ..model.build import as_dtype, new_model_on_meta
-from ..model.configuration import PARALLEL, config_from_directory, config_from_mapping
-from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
-from ..model.remote_code import is_commit, trust_code
+from ..model.configuration import PARALLEL, config_from_directory, config_from_mapping, is_commit, trust_code
+from ..model.pretrained import PretrainedWeights, as_dtype, commit_of, find_on_all, new_model_on_meta, open_pretrained
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import get_strategy
@@ -38,7 +36,7 @@ from ..strategy.stack import Stack, resolve, strategy_of
 
 
 class Sizes(TypedDict, total=False):
-    """The fields of `MeshSizes`."""
+    """The fields of `MeshSizes`, as keyword arguments."""
 
     dp_size: int | None
     dp_replicate_size: int | None
@@ -100,8 +98,7 @@ def from_pretrained(
         MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
             model.
     """
-    place = Place(device, world, device_mesh, moe_mesh)
-    stack, mesh = _placed(strategy, sizes, config, wrapper_config, place)
+    stack, mesh = _placed(strategy, sizes, config, wrapper_config, Place(device, world, device_mesh, moe_mesh))
     wanted = Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
     manager = stack.build(mesh)
     manager.parallelize(*opened(mesh.world, wanted))
@@ -142,17 +139,14 @@ def from_config(
     def build() -> tuple[nn.Module, Weights | None]:
         given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
         wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
-        if adapters is not None and adapters.base_dtype is not None:
-            wanted = adapters.base_dtype
+        wanted = (adapters and adapters.base_dtype) or wanted
         model, weights = new_model_on_meta(given, wanted, seed, init=init)
         return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
-    place = Place(device, world, device_mesh, moe_mesh)
-    stack, mesh = _placed(strategy, sizes, config, wrapper_config, place)
+    stack, mesh = _placed(strategy, sizes, config, wrapper_config, Place(device, world, device_mesh, moe_mesh))
     manager = stack.build(mesh)
-    adapters = mesh.world.together(lambda: _adapters(peft))
-    model, weights = mesh.world.together(build)
-    manager.parallelize(model, weights)
+    adapters = mesh.world.together(lambda: None if peft is None else adapter_options(peft, where="peft"))
+    manager.parallelize(*mesh.world.together(build))
     return manager
 
 
@@ -169,23 +163,9 @@ class Wanted:
     trusted: str | None = None
     peft: Any = None
 
-    @property
-    def files(self) -> dict[str, Any]:
-        """Arguments of `find_on_all`: which files of the model are needed."""
-        at = self.trusted if is_commit(self.trusted) else None
-        return {
-            "revision": self.revision or at,
-            "allow_pickle": self.allow_pickle,
-            "code": self.trusted is not None,
-        }
-
 
 def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
-    """Return a model on the meta device, and its values, for `StrategyManager.parallelize`. Collective.
-
-    Raises:
-        MeshwrightError: as `from_pretrained`; on all ranks.
-    """
+    """Return a model on the meta device, and its values, for `StrategyManager.parallelize`. Collective."""
     model, weights, base, options = _opened(world, wanted, where="peft")
     if options is None:
         return model, weights
@@ -198,9 +178,6 @@ def opened_for_injection(world: World, wanted: Wanted, *, where: str) -> tuple[n
 
     Args:
         where: how to name the adapter in errors.
-
-    Raises:
-        MeshwrightError: as `from_pretrained`; on all ranks.
     """
     model, weights, base, options = _opened(world, wanted, where=where)
     if options is None:
@@ -212,18 +189,19 @@ def _opened(
     world: World, wanted: Wanted, *, where: str
 ) -> tuple[nn.Module, PretrainedWeights, Base | None, AdapterOptions | None]:
     """Return the base model, its values, which base it is, and options of its adapter. Collective."""
-    adapters = world.together(lambda: _adapters(wanted.peft, where))
-    directory = find_on_all(wanted.path, world, **wanted.files)
+    adapters = world.together(lambda: None if wanted.peft is None else adapter_options(wanted.peft, where=where))
+    trusted, allow_pickle = wanted.trusted, wanted.allow_pickle
+    revision = wanted.revision or (trusted if is_commit(trusted) else None)
+    code = trusted is not None
+    directory = find_on_all(wanted.path, world, revision=revision, allow_pickle=allow_pickle, code=code)
 
     def load() -> tuple[nn.Module, PretrainedWeights, Base | None]:
-        if wanted.trusted is not None:
-            commit = commit_of(wanted.path, directory)
-            trust_code(directory, wanted.trusted, commit=commit, where="trust_remote_code")
+        if trusted is not None:
+            trust_code(directory, trusted, commit=commit_of(wanted.path, directory), where="trust_remote_code")
         hf_config = wanted.hf_config
         if hf_config is None or isinstance(hf_config, Mapping):
             hf_config = config_from_directory(directory, hf_config or {}, where="hf_config")
         dtype = (adapters and adapters.base_dtype) or as_dtype(wanted.dtype)
-        allow_pickle = wanted.allow_pickle
         model, weights = open_pretrained(directory, hf_config, dtype=dtype, allow_pickle=allow_pickle, seed=wanted.seed)
         base = None if adapters is None else base_at(wanted.path, directory, allow_pickle=allow_pickle)
         return model, weights, base
@@ -241,10 +219,6 @@ def base_at(path: str | Path, directory: Path, *, allow_pickle: bool = False) ->
     return Base(named, commit, fingerprint_of(directory, allow_pickle=allow_pickle))
 
 
-def _adapters(peft: Any, where: str = "peft") -> AdapterOptions | None:
-    return None if peft is None else adapter_options(peft, where=where)
-
-
 @dataclass(frozen=True)
 class Place:
     """Arguments of `from_pretrained` that select ranks and devices."""
@@ -255,11 +229,7 @@ class Place:
     moe_mesh: DeviceMesh | None = None
 
     def open(self) -> World:
-        """Join or start the world. Collective.
-
-        Raises:
-            MeshError: two arguments say where.
-        """
+        """Join or start the world. Collective."""
         given = self.device_mesh
         if given is None:
             if self.moe_mesh is not None:
@@ -272,12 +242,7 @@ class Place:
         return given.world if isinstance(given, Mesh) else open_world(given.device_type)
 
     def sizes(self, sizes: Sizes, claims: Collection[str]) -> MeshSizes:
-        """Return the sizes of the mesh.
-
-        Raises:
-            ConfigError: one of them is invalid.
-            MeshError: `device_mesh` has another.
-        """
+        """Return the sizes of the mesh; refuse those that `device_mesh` does not have."""
         wanted = validated(MeshSizes, sizes, where="the call")
         if self.device_mesh is None:
             return wanted
@@ -312,14 +277,7 @@ def _placed(
 
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:
-    """Refuse directories that differ between nodes, by names, shapes and dtypes. Collective.
-
-    Args:
-        base: of adapters; its fingerprint is compared, too.
-
-    Raises:
-        ModelError: on all ranks.
-    """
+    """Refuse directories that differ between nodes, by names, shapes, dtypes and the base's fingerprint. Collective."""
     mine = [weights.fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
     if world.reduce_ints(mine, dist.ReduceOp.MIN) != world.reduce_ints(mine, dist.ReduceOp.MAX):
         raise ModelError(

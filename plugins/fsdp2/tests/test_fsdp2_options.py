@@ -305,7 +305,7 @@ def test_activation_checkpointing_computes_again_what_its_mode_says(
 
 
 def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, bool]:
-    from meshwright.model import compile as compiling
+    from meshwright.model import recompute as compiling
 
     torch.compiler.reset()
     original, calls = compiling.compiled, []
@@ -342,7 +342,7 @@ def test_compile_takes_each_block_once_and_changes_no_loss_and_no_name(extra: di
 
 
 def _broken_compiler() -> str:
-    from meshwright.model import compile as compiling
+    from meshwright.model import recompute as compiling
 
     original = compiling.check_compiler
 

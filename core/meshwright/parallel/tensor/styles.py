@@ -17,8 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
-from ..._compat.peft import wrapped
-from ..._compat.peft_tying import TransposedFactor
+from ..._compat.peft import TransposedFactor, wrapped
 from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
 from ...step.lm_head import DeferredLogits

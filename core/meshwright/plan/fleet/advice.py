@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...base.errors import MeshwrightError
-from ...model.adapter_base import left_out
+from ...model.adapter import left_out
 from ...train.loop.ema import EMA
 from ...train.run.run_file import RunConfig
 from ...train.run.run_sections import PlanConfig

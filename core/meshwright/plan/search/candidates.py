@@ -29,7 +29,7 @@ from ...base.errors import MeshwrightError
 from ...base.validation import as_data, validated
 from ...data.order import check_batch_size
 from ...mesh.sizes import ROOT_AXES, Degrees, MeshSizes
-from ...model.size import ModelSize
+from ...model.layout import ModelSize
 from ...strategy.contract import StrategySpec
 from ...strategy.registry import get_registry
 from ...strategy.stack import Stack, resolve

@@ -19,7 +19,7 @@ from ...base.errors import ConfigError, TrainingError
 from ...base.processes import usable_cores
 from ...base.validation import validated
 from ...launch.local import warm_up
-from ...model.size import model_size
+from ...model.layout import model_size
 from ...parallel.expert.find import find_experts
 from ...train.run.run_file import RunConfig
 from ..asked import NO_END, read_job

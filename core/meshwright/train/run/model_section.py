@@ -53,8 +53,7 @@ def check_model(section: Mapping[str, Any], seq_len: int) -> None:
     Raises:
         ModelError: as `plan_run` does.
     """
-    from ...model.configuration import model_config
-    from ...model.model_types import check_model_type
+    from ...model.configuration import check_model_type, model_config
 
     if "model_type" in section:
         # An unknown type is found without importing transformers.

@@ -26,7 +26,7 @@ from ...data import Rows, load_tokenizer
 from ...events.step import StepResult
 from ...files.terminal import plain, styled
 from ...files.writing import write_whole
-from ...model.adapter_base import ADAPTER_CONFIG
+from ...model.adapter import ADAPTER_CONFIG
 from ...strategy.contract import StrategyManager
 from .curve import draw_loss_curve
 from .preflight import Plan

@@ -32,7 +32,7 @@ from ...launch.open_world import find_device, missing_driver
 from ...mesh.mesh import Mesh
 from ...mesh.sizes import Degrees
 from ...model.configuration import model_config
-from ...model.size import model_size
+from ...model.layout import model_size
 from ...objectives.registry import get_objective
 from ...optim.build import try_optimization
 from ...profile.config import check_profile

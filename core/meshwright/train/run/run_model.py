@@ -14,11 +14,10 @@ from ...base.errors import ModelError
 from ...checkpoint import read_manifest
 from ...checkpoint.directory import HUGGING_FACE
 from ...mesh.world import World
-from ...model.adapter_base import Base
+from ...model.adapter import Base
 from ...model.adapter_options import AdapterOptions, adapt, adapter_options, check_base
-from ...model.build import build_model, dtype_of
-from ...model.pretrained import commit_of, find_directory, find_on_all
-from ...model.remote_code import check_needs_no_code, is_commit, trust_code
+from ...model.configuration import check_needs_no_code, is_commit, trust_code
+from ...model.pretrained import build_model, commit_of, dtype_of, find_directory, find_on_all
 from ...model.weights import Weights
 from ..from_pretrained import base_at
 

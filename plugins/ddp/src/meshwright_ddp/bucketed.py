@@ -20,7 +20,7 @@ from meshwright.base.errors import ModelError
 from meshwright.manager.gradients import Findings
 from meshwright.manager.start import check_reduce_dtype
 from meshwright.mesh.mesh import Mesh
-from meshwright.model.weight_gradients import WeightGradients
+from meshwright.model.forward_order import WeightGradients
 
 from .buckets import make_buckets, make_buffers
 from .config import DistributedDataParallelConfig

@@ -25,8 +25,7 @@ from meshwright.manager.gradients import Findings
 from meshwright.manager.start import tell_idle_options
 from meshwright.mesh.mesh import Mesh, as_mesh
 from meshwright.model.activation_options import ActivationOptions, needs_equal_operators, told
-from meshwright.model.compile import compile_blocks
-from meshwright.model.recompute import checkpoint_blocks
+from meshwright.model.recompute import checkpoint_blocks, compile_blocks
 from meshwright.optim.build import split_by_mesh
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.expert import ExpertParallel, check_expert_parallel

@@ -24,8 +24,8 @@ from meshwright.manager.start import check_new, check_nothing_pending, check_tra
 from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh, as_mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
+from meshwright.model.layout import note_ties
 from meshwright.model.merge import merging_of
-from meshwright.model.ties import note_ties
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import Terms, agree, announce, frozen_share
 from meshwright.step.forward_options import forward_takes

@@ -28,8 +28,8 @@ from meshwright.base.types import Batch
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.mesh.world import World
 from meshwright.model.budget import BudgetedBlocks, choose, without_choice
+from meshwright.model.forward_order import WeightGradients
 from meshwright.model.knapsack import Moment
-from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
 from meshwright.step.objective import Given, Tally
 from meshwright.step.router_loss import Notes, RouterLoss, Routers

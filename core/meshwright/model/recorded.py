@@ -1,8 +1,8 @@
 """Tensors that remember how they come from stored ones, so that any rectangle can be read without the rest.
 
-A `Recorded` has a shape and a dtype but no values; what torch functions make of it is `Recorded` again. Reading a
+A `Recorded` has a shape and a dtype but no values; results of torch functions on it are `Recorded` again. Reading a
 rectangle goes back through the functions: those that move values about (stack, concatenate, split, transpose, reshape)
-ask their arguments for the rectangles that they need, any other takes its arguments whole. So transformers' own
+read the rectangles of their arguments that they need, any other reads its arguments whole. So transformers' own
 loading, which renames, merges, splits and casts what is in the files, runs on tensors that nobody has read yet.
 Source: https://pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import Held, Source, rectangle
+from .model_files import Held, Source, rectangle
 
 ROWS_AT_ONCE_BYTES = 16 * 2**20
 """Two recorded tensors are compared in pieces of about this size."""
@@ -59,9 +59,11 @@ class Recorded(Tensor):
             return func(*_whole(args), **_whole(kwargs))
         if name.endswith("_like"):
             # Made of the shape alone, with values of its own.
-            return func(*_blank(args), **kwargs)
+            blank = (torch.empty(each.shape, dtype=each.dtype) if isinstance(each, Recorded) else each for each in args)
+            return func(*blank, **kwargs)
         # Wherever it is to go, it is read on the CPU.
-        args = tuple(each for each in args if not _is_device(each))
+        # Strings are devices or the names of options, and functions of weights that take such are not known.
+        args = tuple(each for each in args if not isinstance(each, torch.device | str))
         kwargs.pop("device", None)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
@@ -79,9 +81,8 @@ class Recorded(Tensor):
                 if name.endswith("_") and name not in _ALTER_NO_VALUE:
                     raise TypeError(f"{name} writes into weights that are still in their files")
                 continue  # `to` of the dtype that it has, `contiguous`
-            each.source = Call(
-                func, args, kwargs, index if outputs is result else None, each.shape, each.dtype, tuple(shapes)
-            )
+            place = index if outputs is result else None
+            each.source = Call(func, args, kwargs, place, each.shape, each.dtype, tuple(shapes))
         return result
 
 
@@ -91,17 +92,11 @@ _ASK_FOR_VALUES = {"item", "tolist", "numpy", "allclose", "is_nonzero"}
 _ASK_FOR_VALUES |= {"__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
-def _is_device(value: Any) -> bool:
-    # Strings are devices or the names of options, and functions of weights that take such are not known.
-    return isinstance(value, (torch.device, str))
-
-
 def _source(value: Tensor) -> Source:
     return value.source if isinstance(value, Recorded) else Held(value)
 
 
 def read_whole(source: Source) -> Tensor:
-    """All values of a source."""
     return source.read([0] * len(source.shape), list(source.shape))
 
 
@@ -115,35 +110,24 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _blank(args: Sequence[Any]) -> list[Any]:
-    return [torch.empty(each.shape, dtype=each.dtype) if isinstance(each, Recorded) else each for each in args]
-
-
 def _equal(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     sources = _source(one), _source(two)
     if one.dim() == 0 or one.numel() == 0:
         return torch.equal(*map(read_whole, sources))
+    length, *rest = one.shape
     rows = max(1, ROWS_AT_ONCE_BYTES // max(1, one[0].numel() * one.element_size()))
-    rest = list(one.shape[1:])
-    starts = range(0, one.shape[0], rows)
-    return all(
-        torch.equal(
-            *(each.read([start, *[0] * len(rest)], [min(rows, one.shape[0] - start), *rest]) for each in sources)
-        )
-        for start in starts
-    )
+    for start in range(0, length, rows):
+        offsets, sizes = [start, *[0] * len(rest)], [min(rows, length - start), *rest]
+        if not torch.equal(*(each.read(offsets, sizes) for each in sources)):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
 class Call:
-    """One output of a torch function.
-
-    Attributes:
-        index: which of the outputs, or None where there is one.
-        shapes: of all outputs.
-    """
+    """One output of a torch function: number `index` of outputs with these `shapes`, or the only one (None)."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -165,7 +149,7 @@ class Call:
         return value[rectangle(offsets, sizes)]
 
 
-# -- rules: each gives a rectangle of a call's output, or None where it cannot be cut
+# -- rules: each returns a rectangle of a call's output, or None if it cannot be cut
 
 Rule = Callable[[Call, list[int], list[int]], Tensor | None]
 
@@ -187,9 +171,13 @@ def _along(call: Call, default: int = 0, position: int = 1) -> int:
     return int(dim)
 
 
+def _tensors(call: Call) -> Any:
+    return call.args[0] if call.args else call.kwargs["tensors"]
+
+
 def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
     dim = _along(call) % len(call.shape)
-    tensors = call.args[0] if call.args else call.kwargs["tensors"]
+    tensors = _tensors(call)
     if any(len(tensor.shape) != len(call.shape) for tensor in tensors):
         return None  # empty ones of one dim are passed over
     start, parts = 0, []
@@ -204,8 +192,7 @@ def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
 
 def _stack(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
     dim = _along(call) % len(call.shape)
-    tensors = call.args[0] if call.args else call.kwargs["tensors"]
-    chosen = tensors[offsets[dim] : offsets[dim] + sizes[dim]]
+    chosen = _tensors(call)[offsets[dim] : offsets[dim] + sizes[dim]]
     result = torch.empty(sizes, dtype=call.dtype)
     for place, tensor in zip(result.unbind(dim), chosen, strict=True):
         place.copy_(_read(tensor, _without(offsets, dim), _without(sizes, dim)))
@@ -213,7 +200,7 @@ def _stack(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
 
 
 def _split(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    """Of `chunk`, `split` and `tensor_split`, however the sizes were given: the outputs tell them."""
+    """`chunk`, `split` and `tensor_split`, however the sizes were given: they follow from the outputs."""
     dim = _along(call, position=2) % len(call.shape)
     start = sum(shape[dim] for shape in call.shapes[: call.index])
     return _read(call.args[0], _with(offsets, dim, start + offsets[dim]), sizes)
@@ -256,7 +243,7 @@ def _matrix_transpose(call: Call, offsets: list[int], sizes: list[int]) -> Tenso
 
 
 def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
-    """Dims that are merged or split in a reshape are read in whole rows of the group that they form."""
+    """Read dims that are merged or split in a reshape in whole rows of the group that they form."""
     if any(isinstance(each, torch.dtype) for each in call.args):
         return None  # `view` of the same bits as another dtype
     source, shape = call.args[0].shape, call.shape
@@ -286,7 +273,7 @@ def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
 
 
 def _groups(source: Sequence[int], shape: Sequence[int]) -> list[tuple[slice, slice]] | None:
-    """The dims of a reshape in the smallest groups that hold the same number of elements; None for empty tensors."""
+    """Group the dims of a reshape into the smallest groups of equal numbers of elements; None for empty tensors."""
     if not source or not shape or 0 in source:
         return None
     groups: list[tuple[slice, slice]] = []
@@ -320,22 +307,16 @@ def _without(values: Sequence[int], dim: int) -> list[int]:
 
 
 _RULES: dict[str, Rule] = {
-    "contiguous": _same,
-    "clone": _same,
-    "detach": _same,
+    **dict.fromkeys(("contiguous", "clone", "detach"), _same),
+    **dict.fromkeys(("cat", "concat"), _cat),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), _split),
+    **dict.fromkeys(("reshape", "view"), _reshape),
     "to": _to,
     "__getitem__": _getitem,
-    "cat": _cat,
-    "concat": _cat,
     "stack": _stack,
-    "chunk": _split,
-    "split": _split,
-    "tensor_split": _split,
     "unbind": _unbind,
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "transpose": _transpose,
     "t": _matrix_transpose,
-    "reshape": _reshape,
-    "view": _reshape,
 }

@@ -1,0 +1,290 @@
+"""The files of a Hugging Face directory: tensors in its weight files, of which any rectangle is read, and all others.
+
+Opening weights reads headers alone. Files are safetensors, mapped into memory, so that a rank reads what it asks for;
+pickles (`.bin`) are opened only on request, and only what `torch.load(weights_only=True)` takes.
+Source: https://huggingface.co/docs/safetensors (format); transformers' order of preference of file names.
+
+[Note: other files] Licence, chat template, processors, tokenizer and code are read once, with the model; a checkpoint
+holds them, and an export writes them again. Training replaces some: the configuration, the generation configuration
+and, where a run gives one, the tokenizer. Files that describe the weights are not copied: a model card, evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ..base.errors import ModelError
+from ..files.parsing import read_json_object, read_regular, reason
+
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+}
+
+
+class Source(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return the rectangle of `sizes` at `offsets`, on the CPU; not to be written to."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    file: Any
+    path: Path
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        try:
+            if not self.shape:
+                return self.file.get_tensor(self.key)
+            return self.file.get_slice(self.key)[rectangle(offsets, sizes)]
+        except SafetensorError as error:
+            raise ModelError(f"{self.path}: {self.key} cannot be read: {error}") from error
+
+
+class Held:
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        return self.value[rectangle(offsets, sizes)]
+
+
+def rectangle(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: bool = False) -> dict[str, Source]:
+    """Return the tensors in a directory's weight files by key; `also` names further files, if they exist."""
+    extra = [directory / name for name in also if (directory / name).is_file()]
+    if (directory / SAFETENSORS).is_file():
+        return _open_all([directory / SAFETENSORS, *extra])
+    if (directory / SAFETENSORS_INDEX).is_file():
+        index = _read_index(directory / SAFETENSORS_INDEX)
+        found = _open_all([*_files_of(index, directory, SAFETENSORS_INDEX), *extra])
+        lost = sorted(index.keys() - found.keys())
+        if lost:
+            raise ModelError(
+                f"{directory / SAFETENSORS_INDEX} names {len(lost)} tensors that its files do not hold: "
+                f"{', '.join(lost[:3])} should be in {index[lost[0]]}. Write or download the directory again."
+            )
+        return found
+    pickles: list[Path] = []
+    if (directory / PICKLE).is_file():
+        pickles = [directory / PICKLE]
+    elif (directory / PICKLE_INDEX).is_file():
+        pickles = _files_of(_read_index(directory / PICKLE_INDEX), directory, PICKLE_INDEX)
+    if not pickles:
+        raise ModelError(
+            f"{directory} holds no weights: no {SAFETENSORS} and no {SAFETENSORS_INDEX}. Give a directory that "
+            f"`save_pretrained` has written."
+        )
+    if not allow_pickle:
+        raise ModelError(
+            f"{directory} holds its weights in pickles alone ({pickles[0].name}), which are not opened unless you ask "
+            f"for it. Convert them with `model.save_pretrained(...)`, or set allow_pickle=True if you trust the files."
+        )
+    return {key: value for path in pickles for key, value in _open_pickle(path).items()}
+
+
+def _open_all(paths: Sequence[Path]) -> dict[str, Source]:
+    return {key: value for path in paths for key, value in open_safetensors(path).items()}
+
+
+def open_safetensors(path: Path) -> dict[str, Source]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+        found: dict[str, Source] = {}
+        for key in file.keys():  # noqa: SIM118 - the file is no mapping
+            part = file.get_slice(key)
+            dtype = _DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise ModelError(f"{path}: {key} has the dtype {part.get_dtype()}, which torch does not know.")
+            found[key] = Stored(file, path, key, torch.Size(part.get_shape()), dtype)
+    except (SafetensorError, OSError) as error:
+        size = f"{path.stat().st_size:,} bytes" if path.is_file() else "not a file"
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({error}; {size}). Write or download it again."
+        ) from error
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = read_json_object(path)["weight_map"]
+        if not all(isinstance(each, str) for pair in index.items() for each in pair):
+            raise TypeError("weight_map maps names to file names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path} is no index of weight files ({type(error).__name__}: {error}). Write or download it again."
+        ) from error
+    return dict(index)
+
+
+def _files_of(index: Mapping[str, str], directory: Path, index_name: str) -> list[Path]:
+    names = sorted(set(index.values()))
+    outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+    if outside:
+        raise ModelError(
+            f"{directory / index_name} names {outside[0]!r}, which is not in its own directory. Name files beside it, "
+            f"or write the directory again."
+        )
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        some = ", ".join(Path(each).name for each in missing[:3])
+        some += f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{directory} lacks {len(missing)} of the {len(names)} weight files that {index_name} names: {some}. "
+            f"Copy or download them too."
+        )
+    return [directory / name for name in names]
+
+
+def _open_pickle(path: Path) -> dict[str, Source]:
+    try:
+        try:
+            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            # Files of torch before 1.6 cannot be mapped.
+            values = torch.load(path, map_location="cpu", weights_only=True)
+        return {str(key): Held(value) for key, value in values.items() if isinstance(value, Tensor)}
+    except Exception as error:
+        # The unpickler fails in many ways on what is no pickle, or on one that holds more than tensors.
+        raise ModelError(f"{path} holds no plain weights: {type(error).__name__}: {error}") from error
+
+
+# -- files besides the weights; see [Note: other files]
+
+GENERATION_CONFIG = "generation_config.json"
+MAX_FILE_BYTES = 1 << 28
+
+_COPIED = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.py"),
+    *("license*", "licence*", "copying*", "copyright*", "notice*", "use_policy*", "additional_chat_templates/*.jinja"),
+)
+_LEFT_OUT = (
+    *("config.json", GENERATION_CONFIG, "adapter_config.json", "meshwright_base.json", "*.index.json"),
+    *("*_results.json", "trainer_state.json", "requirements*.txt"),
+)
+_VOCABULARIES = (
+    *("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken", "*.vocab", "*.bpe"),
+)
+_FURTHER = (*_VOCABULARIES, "merges.txt")
+_OF_TOKENIZER = (
+    *(*_FURTHER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "additional_chat_templates/*"),
+)
+
+
+def note_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
+    """Read the files besides the weights, keep them with the model, and return remarks on those that are left out."""
+    _read_generation_config(model, directory)
+    # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.
+    allowed = {directory.resolve(), (directory / "config.json").resolve().parent}
+    remarks: list[str] = []
+    found: dict[str, bytes] = {}
+    for path, name in _files_besides_weights(directory):
+        if not _matches(name, _COPIED) or _matches(name, _LEFT_OUT):
+            continue
+        if not any(path.resolve().is_relative_to(each) for each in allowed):
+            remarks.append(f"{path} is a link to another directory, and is left out of checkpoints and exports.")
+            continue
+        try:
+            found[name] = read_regular(path, max_bytes=MAX_FILE_BYTES)
+        except OSError as error:
+            remarks.append(f"{path} is left out of checkpoints and exports, since it cannot be read: {error.strerror}")
+    model.meshwright_files = found
+    return tuple(remarks)
+
+
+def kept_files(model: nn.Module) -> dict[str, bytes]:
+    """Return the files that `note_files` has read, by name; none of a model that was made of no directory."""
+    found: dict[str, bytes] = getattr(model, "meshwright_files", {})
+    return found
+
+
+def without_replaced(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a base that remain true next to new ones, such as a tokenizer's of the same vocabulary."""
+    kept = {name: content for name, content in files.items() if name not in new}
+    if not any(_matches(name, _VOCABULARIES) for name in new):
+        return kept
+    further = _FURTHER if _same_vocabulary(files, new) else ()
+    return {name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _OF_TOKENIZER)}
+
+
+def _files_besides_weights(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a model's directory and their names in it, those of further chat templates included."""
+    paths = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
+    return ((path, path.relative_to(directory).as_posix()) for path in paths if path.is_file())
+
+
+def tokenizer_files(directory: Path) -> list[tuple[Path, str]]:
+    """List those files that tokenizers of transformers write, or have written in earlier versions."""
+    return [(path, name) for path, name in _files_besides_weights(directory) if _matches(name, _OF_TOKENIZER)]
+
+
+def generation_json(config: Any) -> bytes:
+    """Return the file of a generation configuration; `save_pretrained` refuses some that it has itself read."""
+    return (config.to_json_string() + "\n").encode()
+
+
+def _read_generation_config(model: nn.Module, directory: Path) -> None:
+    from transformers import GenerationConfig
+
+    path = directory / GENERATION_CONFIG
+    if path.is_file() and hasattr(model, "generation_config"):
+        try:
+            read_json_object(path)
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:
+            # transformers raises whatever its values meet.
+            raise ModelError(
+                f"{path} is no generation configuration: {reason(error)}. Mend it, or remove it: it is not needed."
+            ) from error
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a name matches a pattern, regardless of case; `*` matches no `/`."""
+    folded = name.casefold()
+    return any(fnmatchcase(folded, pattern) and folded.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _same_vocabulary(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> bool:
+    both = sorted(files.keys() & new.keys(), key=lambda each: (each != "tokenizer.json", each))
+    name = next((each for each in both if _matches(each, _VOCABULARIES)), None)
+    return name is not None and _tokens(files[name]) == _tokens(new[name])
+
+
+def _tokens(content: bytes) -> object:
+    try:
+        return json.loads(content)["model"]["vocab"]
+    except (ValueError, KeyError, TypeError):
+        return content

@@ -1,0 +1,336 @@
+"""Find, open and build Hugging Face models: without weights first, then with a reader of their values.
+
+transformers does the loading (names, prefixes, conversions of checkpoints, ties, dtypes, what is missing), on tensors
+that remember where their values are (`recorded`). So a directory means here what it means to `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.transformers import load_state_dict_as_pretrained
+from ..base.errors import ModelError, nearest
+from ..files.parsing import reason
+from ..mesh.world import World
+from .configuration import DTYPE_NAMES, PARALLEL, check_init, checked_dtype_name
+from .drawn_weights import DeferredModel
+from .layout import note_ties
+from .model_files import Held, Source, note_files, open_directory
+from .recorded import Recorded, read_whole
+from .weights import Weights, leave_on_meta
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+NAMED = 5
+"""At most this many names of a list appear in a text."""
+
+# -- the directory of a path or hub id
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+_FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
+_PICKLES, _CODE = ["pytorch_model*.bin"], ["*.py"]
+
+
+def find_directory(
+    path: str | Path, *, revision: str | None = None, allow_pickle: bool = False, code: bool = False
+) -> Path:
+    """Return the local directory of a path or hub id; what the hub has is downloaded, once, to its cache."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists() or not isinstance(path, str) or _HUB_ID.fullmatch(path) is None:
+        raise ModelError(
+            f"{str(path)!r} is not a directory. Give a local Hugging Face model directory, or a hub id such as "
+            f"'Qwen/Qwen3-0.6B'."
+        )
+    # What begins with a directory of the user is a path of the user, and no model of the hub may take its place.
+    above = directory.parent
+    if above != Path(".") and above.is_dir():
+        raise ModelError(
+            f"{str(path)!r} is not a directory: {above.absolute()} holds no {directory.name!r}. Name one that is "
+            f"there; or, to have the model of that id from the Hugging Face hub, download it and give its "
+            f"directory, since {str(above)!r} is a directory here."
+        )
+    from huggingface_hub import snapshot_download
+
+    download = functools.partial(
+        snapshot_download,
+        path,
+        revision=revision,
+        allow_patterns=_FILES + (_PICKLES if allow_pickle else []) + (_CODE if code else []),
+        ignore_patterns=["*/*"],
+    )
+    try:
+        return Path(download())
+    except Exception as error:
+        # Offline, huggingface_hub 1.33 does not look for a commit in its cache; a commit cannot have changed.
+        if revision is not None and _COMMIT.fullmatch(revision):
+            with contextlib.suppress(Exception):
+                return Path(download(local_files_only=True))
+        # No network, no such model, no permission, offline mode: each has an error of its own, of several libraries.
+        first_line = str(error).strip().split("\n")[0]
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelError(
+            f"{path!r} is no local directory, and it cannot be had from the Hugging Face "
+            f"hub{at} ({type(error).__name__}: {first_line}). Give a directory that exists, or check the id, the "
+            f"network and your access to the model."
+        ) from error
+
+
+def find_on_all(
+    path: str | Path, world: World, *, revision: str | None = None, allow_pickle: bool = False, code: bool = False
+) -> Path:
+    """Call `find_directory` on all ranks: the same commit of the hub, downloaded once on each node. Collective."""
+
+    def find(at: str | None) -> Path:
+        return find_directory(path, revision=at, allow_pickle=allow_pickle, code=code)
+
+    commit = world.from_first(lambda: commit_of(path, find(revision)))
+    if commit is not None:
+        # Further nodes have caches of their own; the ranks of one share it.
+        world.together(lambda: find(commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+    return world.together(lambda: find(commit or revision))
+
+
+def commit_of(path: str | Path, found: Path) -> str | None:
+    """Return the commit that `find_directory` has found in the hub's cache; None of a directory of the user."""
+    is_own = Path(path).expanduser().is_dir()
+    return found.name if not is_own and _COMMIT.fullmatch(found.name) else None
+
+
+# -- a directory
+
+
+class PretrainedWeights:
+    """Values of a model's parameters and persistent buffers, read from files that stay open; `Weights` of them.
+
+    `missing` names weights that the directory lacks; `remarks` tell the user of them, and of those without a place.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        directory: Path,
+        remarks: tuple[str, ...] = (),
+        missing: tuple[str, ...] = (),
+    ) -> None:
+        self._sources, self._directory = sources, directory
+        self.remarks, self.missing = remarks, missing
+
+    def fingerprint(self) -> int:
+        """Return a number of 62 bits of names, shapes and dtypes, to be compared between ranks."""
+        described = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self._sources.items())
+        return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:8]) >> 2
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._source(name).shape
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        source = self._source(name)
+        whole = tuple(source.shape)
+        if not len(offsets) == len(sizes) == len(whole) or any(
+            offset < 0 or size < 0 or offset + size > length
+            for offset, size, length in zip(offsets, sizes, whole, strict=True)
+        ):
+            raise ModelError(
+                f"no rectangle of {name}, whose shape is {whole}: offsets={tuple(offsets)}, sizes={tuple(sizes)}."
+            )
+        return torch.empty(tuple(sizes), dtype=source.dtype) if 0 in sizes else source.read(offsets, sizes)
+
+    def _source(self, name: str) -> Source:
+        if name not in self._sources:
+            raise ModelError(f"{self._directory} gives no weight {name!r}.{nearest(name, self._sources)}")
+        return self._sources[name]
+
+
+def open_pretrained(
+    directory: Path, config: Any, *, dtype: torch.dtype | None = None, allow_pickle: bool = False, seed: int = 0
+) -> tuple[nn.Module, PretrainedWeights]:
+    """Make the model of a directory with its parameters on the meta device, and a reader of their values.
+
+    Buffers have their values: those that the model computes are computed, those that it saves are read.
+
+    Args:
+        dtype: of the parameters; None takes the configuration's, or that of the files where it has none. Parts that the
+            model keeps in float32 stay so.
+        seed: of the values that the model gives to weights which the directory lacks, equal on every rank.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{directory} holds a quantized model (config.quantization_config), which cannot be trained here. "
+            f"Save it dequantized, or take the directory that it was made from."
+        )
+    if (directory / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{directory} holds an adapter (adapter_config.json), not a whole model. Merge it first: meshwright export "
+            f"--merge {directory} OUT."
+        )
+    # Further files that a few classes name are looked up by transformers beside the usual ones.
+    also = [str(name) for name in getattr(type(config), "extra_files", None) or ()]
+    sources = open_directory(directory, also=also, allow_pickle=allow_pickle)
+    recorded = {key: Recorded.of(source) for key, source in sources.items()}
+    with torch.random.fork_rng(devices=[]), _captured_report() as report:
+        torch.manual_seed(seed)
+        try:
+            model, found = load_state_dict_as_pretrained(copy.deepcopy(config), recorded, dtype or "auto")
+        except Exception as error:
+            # Each model class checks its configuration, and each conversion its sources, with errors of all kinds.
+            # Reasons of conversions come from the report that transformers logs, without its tracebacks.
+            pairs = re.findall(r"^(.+)\nError: (.+)$", "\n".join(report), re.MULTILINE)
+            why = "".join(f"\n  {where}: {cause}" for cause, where in pairs[:NAMED])
+            raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{why}") from error
+    model.config.name_or_path = str(directory)
+    note_ties(model)
+    remarks = (*_remarks(found, directory), *note_files(model, directory))
+    values = {
+        name: value.source if isinstance(value, Recorded) else Held(value.detach())
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
+    leave_on_meta(model)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if isinstance(buffer, Recorded):
+                setattr(module, name, read_whole(buffer.source).clone())
+    return model, PretrainedWeights(values, directory, remarks, tuple(sorted(found["missing_keys"])))
+
+
+@contextmanager
+def _captured_report() -> Iterator[list[str]]:
+    """Keep transformers' warnings and progress bar off the terminal; yield all warnings, whatever the user's level."""
+    from transformers.utils import logging as transformers_logging
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))
+
+    logger = logging.getLogger("transformers")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    bars = transformers_logging.is_progress_bar_enabled()
+    logger.handlers[:], logger.propagate = [Keep(logging.WARNING)], False
+    logger.setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield lines
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _remarks(found: dict[str, Any], directory: Path) -> list[str]:
+    def some(names: Any, separator: str = ", ") -> str:
+        return separator.join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+    mismatched = sorted(found["mismatched_keys"])
+    if mismatched:
+        described = [f"{name} is {tuple(is_)}, not {tuple(wanted)}" for name, is_, wanted in mismatched]
+        raise ModelError(
+            f"{directory} holds {len(mismatched)} weights of another shape than the model's: {some(described, '; ')}. "
+            f"Load it with the configuration that it was saved with."
+        )
+    texts = (
+        ("missing_keys", "lacks {} weights of the model, which start as the model initialises them"),
+        ("unexpected_keys", "holds {} weights that the model has no place for, which are not read"),
+    )
+    return [
+        f"{directory} {text.format(len(found[key]))}: {some(sorted(found[key]))}" for key, text in texts if found[key]
+    ]
+
+
+# -- the model of a run file or configuration
+
+
+def build_model(
+    section: Mapping[str, Any],
+    config: Any,
+    *,
+    seed: int,
+    directory: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[nn.Module, Weights | None]:
+    """Make the model of a run file's `model` on the meta device, the same on every rank, and return it with its values.
+
+    Those are at the section's `path`, or new ones from `seed`, as its `init` says; weights of a `checkpoint` are loaded
+    later. `directory` is where the path or checkpoint was found; `dtype` replaces the section's.
+    """
+    if "path" not in section:
+        model, values = new_model_on_meta(config, dtype_of(section), seed, init=section.get("init", PARALLEL))
+        if directory is not None:
+            note_files(model, directory)
+        return model, values
+    path = directory or Path(section["path"]).expanduser()
+    allow_pickle = bool(section.get("allow_pickle", False))
+    wanted = dtype or dtype_of(section)
+    model, weights = open_pretrained(path, config, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
+    if weights.missing:
+        raise ModelError(
+            f"model.path={section['path']!r} lacks {len(weights.missing)} weights of the model, which would start at "
+            f"random: {', '.join(weights.missing[:3])}{', ...' if len(weights.missing) > 3 else ''}. "
+            f"Remove the fields that make the model larger than the saved one, or use a complete directory."
+        )
+    return model, weights
+
+
+def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
+    """Build the causal LM of a Hugging Face configuration, with the weights that transformers draws for `seed`."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:
+        # Each model class checks its configuration in its own way, with errors of all kinds.
+        raise ModelError(
+            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {reason(error)}"
+        ) from error
+
+
+def new_model_on_meta(
+    config: Any, dtype: torch.dtype, seed: int, *, init: str = PARALLEL
+) -> tuple[nn.Module, Weights | None]:
+    """Build the causal LM of a configuration with its parameters on the meta device, and return it with initial values.
+
+    With init="parallel" each rank draws what it holds, and every layout the same; "as_transformers" gives the values of
+    `new_model`, bit for bit. A few classes read values while they are built: such a model has its values, and None.
+    """
+    check_init(init, "init")
+    with torch.device("meta"):
+        model = new_model(config, dtype, seed)
+    torch.manual_seed(seed)
+    try:
+        return model, DeferredModel(model, seed=seed if init == PARALLEL else None)
+    except ModelError:
+        return new_model(config, dtype, seed), None
+
+
+def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
+    return DTYPES[checked_dtype_name(section.get("dtype", "float32"), "model.dtype")]
+
+
+def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype of parameters, given by itself or by its name; None stays None."""
+    return None if value is None else DTYPES[checked_dtype_name(str(value).removeprefix("torch."), "dtype")]
