@@ -34,12 +34,9 @@ from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import moments_of
-from meshwright.train.loop.step import train_step
-from meshwright.train.loop.stopwatch import Stopwatch
-from meshwright.train.run.curve import Curve
-from meshwright.train.run.journal import Journal
-from meshwright.train.run.rank_log import RankLog
-from meshwright.train.run.report import Reporter
+from meshwright.train.loop.step import Stopwatch, train_step
+from meshwright.train.run.journal import Journal, RankLog
+from meshwright.train.run.report import Curve, Reporter
 from meshwright.train.run.run_directory import RunDirectory
 from meshwright.train.run.trackers import chosen, tracking
 

@@ -23,8 +23,7 @@ from one_contest import compete
 
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import moments_of
-from meshwright.train.loop.step import train_step
-from meshwright.train.loop.stopwatch import Stopwatch
+from meshwright.train.loop.step import Stopwatch, train_step
 from meshwright.train.loop.verifying import Verifier
 
 

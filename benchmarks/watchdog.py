@@ -30,8 +30,7 @@ from meshwright.launch.rank import connect_store
 from meshwright.mesh.progress import At, Progress, Sign
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import moments_of
-from meshwright.train.loop.step import train_step
-from meshwright.train.loop.stopwatch import Stopwatch
+from meshwright.train.loop.step import Stopwatch, train_step
 
 CALLS = 100_000
 TIMEOUT_S = 600.0

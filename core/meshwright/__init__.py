@@ -71,12 +71,12 @@ if TYPE_CHECKING:
     from .strategy.stack import resolve as resolve
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
-    from .train.loop.bad_steps import BadStepConfig as BadStepConfig
     from .train.loop.ema import EMA as EMA
     from .train.loop.fit import fit as fit
+    from .train.loop.monitors import BadStepConfig as BadStepConfig
+    from .train.loop.monitors import EarlyStopping as EarlyStopping
     from .train.loop.options import Callback as Callback
     from .train.loop.options import Loop as Loop
-    from .train.loop.watch import EarlyStopping as EarlyStopping
     from .train.run.run_file import RunConfig as RunConfig
     from .train.run.run_file import load_run as load_run
 
@@ -109,11 +109,10 @@ _NAMES = {
     "strategy.registry": "Registry get_registry get_strategy list_strategies model_layout",
     "strategy.stack": "Stack resolve",
     "train.from_pretrained": "from_config from_pretrained",
-    "train.loop.bad_steps": "BadStepConfig",
     "train.loop.ema": "EMA",
     "train.loop.fit": "fit",
+    "train.loop.monitors": "BadStepConfig EarlyStopping",
     "train.loop.options": "Callback Loop",
-    "train.loop.watch": "EarlyStopping",
     "train.run.run_file": "RunConfig load_run",
 }
 """Public names by module."""

@@ -64,12 +64,7 @@ NODES = ("node", "agent", "cut", "cut for good")
 
 @dataclass(frozen=True)
 class Stack:
-    """One way to train, and where.
-
-    Attributes:
-        settings: of the run file.
-        nodes: 1: `meshwright train`, which begins its ranks anew; more: torchrun on each.
-    """
+    """One way to train, and where."""
 
     settings: dict[str, Any]
     nodes: int = 1
@@ -103,17 +98,7 @@ STACKS: dict[str, Stack] = {
 
 @dataclass
 class Struck:
-    """A fault, and what came of it.
-
-    Attributes:
-        step: steps that were done.
-        went_on: from memory or disk, or as if nothing had been.
-        after: the step from which it went on.
-        ended_s: until no rank was left that was there before; None where all live on.
-        next_s: until a step further than any before was completed.
-        anew: whether the command had to be given again.
-        place: what was altered, where something was.
-    """
+    """A fault, and what came of it."""
 
     stack: str
     kind: str
@@ -163,12 +148,7 @@ def until(has_come: Callable[[], Any], limit_s: float = PATIENCE_S, look_s: floa
 
 
 class Job:
-    """What a scheduler does for a run: gives its command on all nodes, and again where it has ended too soon.
-
-    Args:
-        run: see `kill_sweep.Run`.
-        nodes: network namespaces; none: this machine is the only node.
-    """
+    """What a scheduler does for a run: gives its command on all nodes, and again where it has ended too soon."""
 
     def __init__(self, run: Run, stack: Stack, nodes: Sequence[netns.Node]) -> None:
         self.run, self.stack, self.nodes = run, stack, nodes
@@ -284,12 +264,7 @@ def changed_bit(path: Path, dice: random.Random) -> None:
 
 
 class Chain:
-    """All faults of a stack.
-
-    Args:
-        workplace: for files.
-        faults: how many, in one run.
-    """
+    """All faults of a stack."""
 
     def __init__(self, workplace: Path, name: str, stack: Stack, faults: int, dice: random.Random) -> None:
         self.name, self.stack, self.dice = name, stack, dice

@@ -52,13 +52,7 @@ VICTIMS = ("rank", "parent", "all")
 
 @dataclass
 class Kill:
-    """One kill, and what it met.
-
-    Attributes:
-        step: steps done, as the metrics say.
-        left: what the directories of the run and of its checkpoints hold afterwards, but for whole checkpoints.
-        ended_s: time until no process of the run was left.
-    """
+    """One kill, and what it met."""
 
     layout: str
     moment: str
@@ -212,11 +206,7 @@ def await_moment(process: subprocess.Popen[bytes], has_come: Callable[[], bool])
 
 
 def moment_of(run: Run, moment: str, at: int, dice: random.Random) -> Callable[[], bool]:
-    """A function that says whether the moment has come.
-
-    Args:
-        at: the step, at least.
-    """
+    """A function that says whether the moment has come."""
     if moment == "starting":
         begun, wait = time.monotonic(), dice.uniform(0.5, 12.0)
         return lambda: time.monotonic() - begun > wait
@@ -363,11 +353,7 @@ class Layout:
 
 
 def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[Kill, int]]:
-    """Each kill of a layout, and the number of runs that it has needed so far.
-
-    Raises:
-        AssertionError: a run did not end as one that was not killed.
-    """
+    """Each kill of a layout, and the number of runs that it has needed so far."""
     dice = random.Random(f"{seed} {name}")
     layout = Layout(workplace, name, LAYOUTS[name], dice)
     victims = [*VICTIMS] * (kills // len(VICTIMS) + 1)

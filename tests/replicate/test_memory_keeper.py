@@ -35,9 +35,9 @@ from meshwright.memory.place import places_of
 from meshwright.memory.room import Rooms
 from meshwright.memory.wire import Link
 from meshwright.testing import pool
-from meshwright.train.run.checkpoint_section import CheckpointConfig
 from meshwright.train.run.fate import check_restarts
 from meshwright.train.run.run_file import RunConfig
+from meshwright.train.run.run_sections import CheckpointConfig
 from meshwright.train.run.start import rank_counts
 
 TOKEN = "a token"

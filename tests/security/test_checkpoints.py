@@ -31,8 +31,7 @@ from meshwright.checkpoint.signed_reading import Chunks, open_verified
 from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
-from meshwright.train.loop.bad_steps import BAD_STEPS, BadStepConfig, BadSteps
-from meshwright.train.loop.watch import EarlyStopping, Watch
+from meshwright.train.loop.monitors import BAD_STEPS, BadStepConfig, BadSteps, EarlyStopping, Watch
 from meshwright.train.run.resume import Source
 
 CASE = Case(steps=1, layers=1, dtype="float32")

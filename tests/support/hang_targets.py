@@ -48,7 +48,7 @@ def places():
     from meshwright.checkpoint.saving import Saving
     from meshwright.data import Feed
     from meshwright.manager.data_parallel import DataParallelManager
-    from meshwright.train.run.rank_log import RankLog
+    from meshwright.train.run.journal import RankLog
 
     return {
         "nothing": (DataParallelManager, "forward_backward", -1, stop),

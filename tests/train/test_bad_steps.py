@@ -20,7 +20,7 @@ from support.commands import command, write_run
 from support.stacks import STACKS
 from torch import Tensor
 
-from meshwright import BadStepConfig, Checkpointer, ConfigError, Loop, StepResult, TrainingError, fit, load_checkpoint
+from meshwright import BadStepConfig, Checkpointer, Loop, StepResult, TrainingError, fit, load_checkpoint
 from meshwright.base.types import Batch
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.events.run import BadStep
@@ -31,9 +31,8 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_with_optimizer, full_weights
-from meshwright.train.loop.bad_steps import LEAST_KNOWN, BadSteps, deviations_above
+from meshwright.train.loop.monitors import LEAST_KNOWN, BadSteps, deviations_above
 from meshwright.train.run.report import as_record, read_metrics
-from meshwright.train.run.run_file import load_run
 
 CASE = Case(microbatches=2, sequences=16)
 POISON = 130
@@ -47,16 +46,11 @@ class _Told:
 
     def __init__(self) -> None:
         self.bad: list[tuple[int, int | None, int]] = []
-        self.steps: list[int] = []
 
     @hookimpl
     def on_bad_step(self, bad: BadStep) -> None:
         assert "nan" in bad.reason.lower()
         self.bad.append((bad.step, bad.back_to, bad.count))
-
-    @hookimpl
-    def on_step_end(self, result: StepResult) -> None:
-        self.steps.append(result.step)
 
 
 def _built(stack: str) -> StrategyManager:
@@ -142,7 +136,6 @@ def _fitted(
         [(each.step, each.loss, each.grad_norm, each.learning_rate, bool(each.skipped)) for each in made],
         full_weights(manager),
         told.bad,
-        told.steps,
     )
 
 
@@ -158,7 +151,7 @@ class _Passes:
 
 
 def _compare(found: Any, expected: Any, draws: Sequence[int | None]) -> None:
-    steps, weights, _, _ = found
+    steps, weights, _ = found
     losses, norms, whole = expected
     assert [step for step, *_ in steps] == list(range(1, STEPS + 1))
     assert [rate for *_, rate, _ in steps] == pytest.approx([CASE.optimizer.lr / (1 + step) for step in range(STEPS)])
@@ -170,25 +163,22 @@ def _compare(found: Any, expected: Any, draws: Sequence[int | None]) -> None:
         torch.testing.assert_close(weights[name], value, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_stack_leaves_out_a_step_that_is_not_a_number(stack: str, tmp_path: Path) -> None:
-    draws = [0, 1, None, 3, 4, 5]
-    (expected,) = pool(1).run(_by_hand, draws)
-    for found in pool(4).run(_fitted, stack, "skip", [2], str(tmp_path)):
-        _compare(found, expected, draws)
-        assert found[2] == [(3, None, 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_stack_goes_back_and_leaves_out_the_batches_since_then(stack: str, tmp_path: Path) -> None:
+COURSES: dict[str, tuple[list[int], list[int | None], list[Any]]] = {
+    "skip": ([2], [0, 1, None, 3, 4, 5], [(3, None, 1)]),
     # The fourth batch is bad; the newest checkpoint is that of step 2. Then the eighth, which comes sixth: back to 4.
-    draws = [0, 1, 4, 5, 8, 9]
+    "rewind": ([3, 7], [0, 1, 4, 5, 8, 9], [(4, 2, 1), (6, 4, 2)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("do", COURSES)
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_stack_leaves_out_what_is_not_a_number_or_goes_back(stack: str, do: str, tmp_path: Path) -> None:
+    poisoned, draws, told = COURSES[do]
     (expected,) = pool(1).run(_by_hand, draws)
-    for found in pool(4).run(_fitted, stack, "rewind", [3, 7], str(tmp_path)):
+    for found in pool(4).run(_fitted, stack, do, poisoned, str(tmp_path)):
         _compare(found, expected, draws)
-        assert found[2] == [(4, 2, 1), (6, 4, 2)]
+        assert found[2] == told
 
 
 @pytest.mark.parametrize("in_passes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["function", "iterable"])
@@ -198,10 +188,7 @@ def test_every_stack_goes_back_and_leaves_out_the_batches_since_then(stack: str,
 def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(
     stop_at: int | None, in_passes: bool, tmp_path: Path
 ) -> None:
-    for do, poisoned, draws in (
-        ("skip", [2, 4], [0, 1, None, 3, None, 5]),
-        ("rewind", [2], [0, 1, 3, 4, 5, 6]),
-    ):
+    for do, poisoned, draws in (("skip", [2, 4], [0, 1, None, 3, None, 5]), ("rewind", [2], [0, 1, 3, 4, 5, 6])):
         (expected,) = pool(1).run(_by_hand, draws)
         directory = str(tmp_path / do)
         for found in pool(2).run(_fitted, "fsdp2", do, poisoned, directory, stop_at, in_passes):
@@ -337,22 +324,6 @@ def test_the_limit_counts_bad_steps_since_the_furthest_good_one() -> None:
 
 
 # -- the run file
-
-
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        ("on_bad_step=rewind", "needs checkpoints to go back to"),
-        ("on_bad_step=retry", "on_bad_step"),
-        ("on_bad_step={do: skip, deviations: 0}", "deviations"),
-        ("on_bad_step={do: skip, window: 5}", "window"),
-    ],
-)
-def test_what_cannot_be_heeded_is_refused(value: str, match: str, tmp_path: Path) -> None:
-    write_run(tmp_path)
-    with pytest.raises(ConfigError, match=match):
-        load_run(tmp_path / "run.yaml", [value])
-    assert load_run(tmp_path / "run.yaml", ["on_bad_step=skip"]).bad_steps == BadStepConfig(do="skip")
 
 
 def _lines(directory: Path) -> list[dict[str, Any]]:

@@ -39,10 +39,10 @@ from meshwright.events.step import MEASURED
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights
-from meshwright.train.loop.agreed import told_of
+from meshwright.train.loop import fit as loop_fit
 from meshwright.train.loop.batches import PassEnds, Passes
-from meshwright.train.loop.fit import fit as loop_fit
-from meshwright.train.loop.watch import Watch
+from meshwright.train.loop.monitors import Watch
+from meshwright.train.loop.options import told_of
 
 ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, VOCAB = 12, 8, 131

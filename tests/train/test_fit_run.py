@@ -12,33 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
-from support.commands import write_run
 from support.runs import Place
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.data import load_tokenizer
-from meshwright.train.loop.watch import EarlyStopping
+from meshwright.train.loop.monitors import EarlyStopping
 from meshwright.train.run.output import beginning
 from meshwright.train.run.preflight import data_and_model_config, plan_run, steps_of
 from meshwright.train.run.resume import early_stopping
 from meshwright.train.run.run_file import ScheduleConfig, load_run
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("fit")
-    write_run(directory)
-    (directory / "more").mkdir()
-    (directory / "more" / "news.jsonl").write_text(
-        json.dumps({"text": "quite another text " * 60}) + "\n", encoding="utf-8"
-    )
-    return directory
-
-
-@pytest.fixture
-def place(workplace: Path, tmp_path: Path) -> Place:
-    return Place(workplace, tmp_path)
 
 
 def _summary(place: Place) -> dict[str, Any]:

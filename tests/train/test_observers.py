@@ -28,11 +28,10 @@ from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
 from meshwright.testing import pool
-from meshwright.train.loop.stopwatch import Stopwatch
-from meshwright.train.run.curve import Curve
-from meshwright.train.run.journal import id_of
+from meshwright.train.loop.step import Stopwatch
+from meshwright.train.run.journal import RankLog, id_of
 from meshwright.train.run.preflight import plan_run
-from meshwright.train.run.rank_log import RankLog
+from meshwright.train.run.report import Curve
 from meshwright.train.run.run_directory import CURVE, EVENTS, METRICS, RunDirectory
 from meshwright.train.run.run_file import load_run
 from meshwright.train.run.run_rank import run_rank
@@ -163,12 +162,7 @@ class Place(runs.Place):
     """Runs in one directory, with observers."""
 
     def observe(
-        self,
-        *,
-        ranks: int = 2,
-        observers: Mapping[int, list[Any]] | None = None,
-        plugs: bool = False,
-        **changes: Any,
+        self, *, ranks: int = 2, observers: Mapping[int, list[Any]] | None = None, plugs: bool = False, **changes: Any
     ) -> list[tuple[list[Any], str, list[str]]]:
         values = {"strategy": "fsdp2", "nproc": "auto", "steps": 4, "timeout_s": 20}
         values |= {"eval": {"every": 2, "sequences": 2}, "checkpoint": {"every": 2, "asynchronous": False}}
@@ -176,13 +170,6 @@ class Place(runs.Place):
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.out / name).read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("observed")
-    write_run(directory)
-    return directory
 
 
 @pytest.fixture
@@ -484,7 +471,4 @@ def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
         device[0] += optimizer
         watch.end("optimizer")
         told.append({name: value for name, value in watch.take().items() if value})
-    assert told == [
-        {"forward_backward": 2.0, "clip": 1.0},
-        {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5},
-    ]
+    assert told == [{"forward_backward": 2.0, "clip": 1.0}, {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5}]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.commands import write_run
 from support.runs import EVERY, STEPS, TOLERANCE, Place
 from transformers import AutoModelForCausalLM
 
@@ -29,18 +28,6 @@ from meshwright.train.run.preflight import data_and_model_config
 from meshwright.train.run.report import as_record, read_metrics
 from meshwright.train.run.run_directory import RunDirectory
 from meshwright.train.run.run_file import RunConfig, ScheduleConfig, load_run
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("runs")
-    write_run(directory)
-    return directory
-
-
-@pytest.fixture
-def place(workplace: Path, tmp_path: Path) -> Place:
-    return Place(workplace, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -487,8 +474,7 @@ def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Pl
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [b"\xff\xfe\x80", b'{"step": 2, "lo', b"[1]", b'{"step": "x"}', b"[" * 5000, b'{"step": 2, "sums": -0.0}'],
+    "bad", [b"\xff\xfe\x80", b'{"step": 2, "lo', b"[1]", b'{"step": "x"}', b"[" * 5000, b'{"step": 2, "sums": -0.0}']
 )
 def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Path) -> None:
     results = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3)]

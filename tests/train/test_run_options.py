@@ -7,7 +7,6 @@ SampleConfig, CheckpointConfig, KeepBestConfig and DataConfig.
 from __future__ import annotations
 
 import io
-import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -15,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import MODEL, write_run
+from support.commands import MODEL
 from support.runs import Place
 
 from meshwright import open_world
 from meshwright.checkpoint import Checkpointer
 from meshwright.testing import pool
+from meshwright.train.run import run_rank as run
 from meshwright.train.run.preflight import plan_run, processes
 from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_rank import run_rank as run
 
 BASE: dict[str, Any] = {
     "steps": 4,
@@ -53,16 +52,6 @@ def _facts(place: Place, output: str) -> dict[str, Any]:
         "averaged": [line.get("evaluations", {}).get("held_out_ema") for line in metrics],
         "written": sorted(path.name for path in place.out.iterdir() if not path.name.startswith(".")),
     }
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("options")
-    write_run(directory)
-    (directory / "lines.jsonl").write_text(
-        json.dumps({"text": "some other words " * 60, "body": "quite another text " * 60}) + "\n", encoding="utf-8"
-    )
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -145,22 +134,6 @@ def test_cross_entropy_by_name_is_what_a_run_minimizes_by_default(
         assert sums["correct"] in range(tokens + 1)
     told = re.findall(r"correct ([0-9.]+)", output)
     assert float(told[-1]) == pytest.approx(facts["sums"][-1]["correct"] / facts["tokens"][-1], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_its_objective_and_tells_of_another_one(workplace: Path, tmp_path: Path) -> None:
-    place = Place(workplace, tmp_path)
-    smooth = {"objective": {"name": "cross_entropy", "label_smoothing": 0.2, "sums": ["correct"]}}
-    options = BASE | {"schedule": {"name": "constant"}}
-    place.runs(**options | smooth | {"steps": 2})
-    _, error, code = place.run(**options)
-    assert code == 2
-    assert "the run differs" in error
-    assert "objective" in error
-    place.runs(**options | smooth)
-    assert [line["sums"].keys() for line in place.metrics()] == [{"correct"}] * 4
-    place.runs(**options | {"steps": 6, "resume": {"from": "auto", "allow": ["objective"]}})
-    assert [line.get("sums") is None for line in place.metrics()] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
+from meshwright import BadStepConfig
 from meshwright.base.errors import ConfigError
 from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.strategy.contract import StrategySpec
@@ -20,6 +21,14 @@ from meshwright.train.run.run_schema import run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 MINIMAL = "model: {model_type: llama}\nsteps: 10\nbatch_size: 4\n"
+
+
+DEEP = ("[" * 20_000, "{a: " * 20_000, "- " * 20_000)
+CHAIN = "".join(f"a{n}: &a{n} [[[[[*a{n - 1}]]]]]\n" for n in range(1, 12))
+LAUGHS = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
+"""A few aliases that stand for billions of values."""
+TAGS = ("!!timestamp x", "!!bool maybe", "!!int ''", "!!set {a}", "! x", "!own {a: 1}")
+FORBIDDEN = ("\0", "\x1b", "\ufffe")
 
 
 @pytest.fixture
@@ -43,21 +52,8 @@ def refusal(path: Path, *assignments: str) -> str:
 # -- reading
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_the_examples_are_valid(path):
-    config = load_run(path)
-    assert (config.steps or config.epochs or 0) > 0
-
-
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3e-4", 3e-4),
-        ("1E3", 1e3),
-        ("2.e-3", 2e-3),
-        (".5e-3", 0.5e-3),
-        ("5", 5.0),
-    ],
+    ("text", "value"), [("3e-4", 3e-4), ("1E3", 1e3), ("2.e-3", 2e-3), (".5e-3", 0.5e-3), ("5", 5.0)]
 )
 def test_numbers_are_read_as_numbers_in_the_file_and_in_assignments(text, value, run_file):
     assert load_run(run_file(f"optimizer: {{lr: {text}, options: {{eps: {text}}}}}")).optimizer.options == {
@@ -89,39 +85,6 @@ def test_words_that_only_look_like_numbers_stay_words(text, run_file):
 )
 def test_no_value_is_taken_for_one_of_another_type(more, line, run_file):
     assert f"\n  {line}" in refusal(run_file(more))
-
-
-@pytest.mark.parametrize("text", ["[" * 20_000, "{a: " * 20_000, "- " * 20_000])
-def test_a_file_that_is_nested_too_deeply_is_an_error(text, run_file):
-    assert "is not valid YAML" in refusal(run_file(text, base=""))
-    assert "is not valid YAML" in refusal(run_file(), f"model={text}")
-
-
-def test_nesting_is_told_even_where_it_is_well_formed(run_file):
-    assert "nested deeper than 50 levels" in refusal(run_file(), "model.x=" + "[" * 60 + "]" * 60)
-    chain = "".join(f"a{n}: &a{n} [[[[[*a{n - 1}]]]]]\n" for n in range(1, 12))
-    assert "nested deeper than 50 levels" in refusal(run_file("a0: &a0 1\n" + chain))
-
-
-def test_a_few_aliases_cannot_stand_for_billions_of_values(run_file):
-    laughs = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
-    assert "more than 100,000 values" in refusal(run_file(laughs))
-    assert "an alias (*) stands inside of what it names" in refusal(run_file("a: &a [*a]\n"))
-
-
-@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool maybe", "!!int ''", "!!set {a}", "! x", "!own {a: 1}"])
-def test_tags_are_refused(value, run_file):
-    assert "is not valid YAML: tags such as" in refusal(run_file(f"resume: {value}\n"))
-
-
-def test_half_a_surrogate_pair_is_refused(run_file):
-    assert "half of a surrogate pair" in refusal(run_file('resume: "\\ud800"\n'))
-
-
-@pytest.mark.parametrize("character", ["\0", "\x1b", "\ufffe"])
-def test_characters_that_yaml_does_not_allow_are_an_error(character, run_file):
-    assert "is not valid YAML: unacceptable character" in refusal(run_file(f"resume: a{character}b\n"))
-    assert "is not valid YAML: unacceptable character" in refusal(run_file(), f"resume=a{character}b")
 
 
 def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
@@ -161,7 +124,11 @@ def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
         ("tp_sise=2", "tp_sise: unknown key. Did you mean 'tp_size'?"),
         ("data.seqlen=2", "data.seqlen: unknown key. Did you mean 'seq_len'?"),
         ("output_dir=", "output_dir: Input should be a valid string"),
+        *(("model=" + text, "is not valid YAML") for text in DEEP),
+        ("model.x=" + "[" * 60 + "]" * 60, "nested deeper than 50 levels"),
+        *((f"resume=a{each}b", "is not valid YAML: unacceptable character") for each in FORBIDDEN),
     ],
+    ids=lambda text: text[:40],
 )
 def test_an_assignment_that_cannot_be_made_is_an_error(assignment, text, run_file):
     assert text in refusal(run_file(), assignment)
@@ -180,7 +147,15 @@ def test_an_assignment_that_cannot_be_made_is_an_error(assignment, text, run_fil
         ("steps: 1\nsteps: 2", "the key 'steps' is given twice"),
         (MINIMAL + "optimizer:\n  lr: 1\n  lr: 2", "the key 'lr' is given twice"),
         (MINIMAL + "1: 2", "1: Keys should be strings"),
+        *((text, "is not valid YAML") for text in DEEP),
+        ("a0: &a0 1\n" + CHAIN, "nested deeper than 50 levels"),
+        ("a0: &a0 [x]\n" + LAUGHS, "more than 100,000 values"),
+        ("a: &a [*a]\n", "an alias (*) stands inside of what it names"),
+        *((f"resume: {value}\n", "is not valid YAML: tags such as") for value in TAGS),
+        ('resume: "\\ud800"\n', "half of a surrogate pair"),
+        *((f"resume: a{each}b\n", "is not valid YAML: unacceptable character") for each in FORBIDDEN),
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_file_that_holds_no_run_is_an_error_that_names_the_file(content, text, run_file):
     path = run_file(content, base="")
@@ -246,6 +221,10 @@ def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line
         ("schedule: {warmup_steps: 11}", "as a whole: schedule.warmup_steps=11 is more than steps=10"),
         ("epochs: 2", "as a whole: give either steps or epochs"),
         ("schedule: {warmup_steps: 2, warmup_ratio: 0.1}", "schedule: warmup_steps=2 and warmup_ratio=0.1 say"),
+        ("on_bad_step: rewind", "as a whole: on_bad_step=rewind needs checkpoints to go back to"),
+        ("on_bad_step: retry", "on_bad_step"),
+        ("on_bad_step: {do: skip, deviations: 0}", "on_bad_step"),
+        ("on_bad_step: {do: skip, window: 5}", "on_bad_step"),
         ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
         (
             "eval: {every: 2, early_stopping: {set: wiki}}",
@@ -285,7 +264,8 @@ def test_every_missing_key_is_told_at_once(run_file):
 
 
 def test_a_run_is_frozen(run_file):
-    config = load_run(run_file())
+    config = load_run(run_file("on_bad_step: skip"))
+    assert config.bad_steps == BadStepConfig(do="skip")
     with pytest.raises(ValueError):
         config.steps = 3
 
@@ -343,7 +323,9 @@ def run_with(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_the_schema_accepts_the_examples(path):
+def test_the_examples_are_valid_and_the_schema_accepts_them(path):
+    config = load_run(path)
+    assert (config.steps or config.epochs or 0) > 0
     schema = run_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     # Editors read 3e-4 as a number too.

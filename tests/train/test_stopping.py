@@ -6,11 +6,13 @@ Which signals do so in a run, and how much time they leave it, is told by `OnSig
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,12 +20,23 @@ from typing import Any
 
 import pytest
 import torch
-from kill_sweep import Run, end_session, fingerprint, finish, make_run, members
+from kill_sweep import LAYOUTS, Layout, Run, end_session, fingerprint, finish, make_run, members, sweep
+from kill_sweep import STEPS as KILLED_STEPS
 from support.commands import LAUNCHER_VARIABLES, write_run
 from support.runs import Place, output_of_rank
 from support.stacks import STACKS
 
-from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
+from meshwright import (
+    Checkpointer,
+    ConfigError,
+    Loop,
+    OptimizerConfig,
+    Stopped,
+    StopSignals,
+    fit,
+    load_checkpoint,
+    optimizer_factory,
+)
 from meshwright.base.stopping import SAME_S
 from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.data.tokenizing import Worker
@@ -35,8 +48,8 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
-from meshwright.train.run.checkpoint_section import CheckpointConfig
 from meshwright.train.run.run_file import ScheduleConfig
+from meshwright.train.run.run_sections import CheckpointConfig
 
 STEPS = 60
 LAYOUT: dict[str, Any] = {
@@ -160,6 +173,57 @@ def _agents_traceback(said: str) -> str:
     return said[start:] if start >= 0 and "torch/distributed/run.py" in said else ""
 
 
+# -- runs that are killed; the sweep is in kill_sweep.py
+
+
+PIPELINE = "pipeline over single"
+LAYOUTS_TO_RESUME: dict[str, dict[str, Any]] = {
+    **LAYOUTS,
+    "single": {"strategy": "single", "nproc": 1},
+    "ddp": {"strategy": "ddp", "nproc": 2},
+    "pipeline over ddp": {"strategy": "ddp", "nproc": 4, "pp_size": 2},
+}
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_trains_and_while_it_saves_ends_as_one_that_was_not(workplace: Path) -> None:
+    layout = Layout(workplace, "killed", LAYOUTS["fsdp2"], random.Random(0))
+    for moment, victim in (("training", "rank"), ("writing", "all"), ("training", "all")):
+        layout.kill(moment, victim)
+    layout.end()
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", LAYOUTS_TO_RESUME)
+def test_a_killed_run_ends_with_the_numbers_and_weights_of_one_that_was_not(name: str, workplace: Path) -> None:
+    layout = Layout(workplace, name, LAYOUTS_TO_RESUME[name], random.Random(name))
+    layout.kill("training", "all")
+    layout.end()
+
+
+@pytest.mark.slow
+def test_a_killed_pipeline_ends_as_one_that_was_not_and_goes_on_without_one_at_the_same_rates(workplace: Path) -> None:
+    # Two stages on a rank, so groups in another number than elsewhere.
+    settings = {"strategy": "single", "nproc": 2, "pp_size": 2, "wrapper_config": {"pipeline": {"pp_schedule": "zbv"}}}
+    layout = Layout(workplace, PIPELINE, settings, random.Random(PIPELINE))
+    found = layout.run.checkpoints
+    while not found.is_dir() or not any(path.name[-1].isdigit() for path in found.iterdir()):
+        layout.kill("training", "all")
+    other = make_run(workplace, "other", LAYOUTS_TO_RESUME["single"])
+    shutil.copytree(layout.run.directory, other.directory)
+    layout.end()
+    finish("train", str(other.file))
+    rates = [(each["step"], each["learning_rate"]) for each in other.numbers()]
+    assert len(rates) == KILLED_STEPS
+    assert rates == [(each["step"], each["learning_rate"]) for each in layout.run.numbers()]
+
+
+@pytest.mark.zoo
+def test_random_kills(tmp_path: Path) -> None:
+    kills = [kill for kill, _ in sweep(tmp_path, 8, 3, "fsdp2")]
+    assert len({kill.moment for kill in kills}) == 7
+
+
 # -- the loop
 
 
@@ -175,20 +239,44 @@ class _SignalAt:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def _built(seed: int) -> tuple[StrategyManager, Any]:
-    from meshwright import OptimizerConfig, optimizer_factory
-
+def _built() -> tuple[StrategyManager, Any]:
     manager = build_manager("fsdp2", {}, {}, Case())
     optimizer = manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
     return manager, build_scheduler(ScheduleConfig(name="linear", warmup_steps=2), optimizer, 9)
 
 
-def _in_passes(kind: str, directory: str) -> dict[str, Any]:
-    """A run over passes of four steps, and another that a signal to rank 1 stops in the middle of the second."""
+def _resumed(
+    built: Sequence[tuple[StrategyManager, Any]],
+    batches: Callable[[], Any],
+    directory: str,
+    at: tuple[int, int],
+    **more: Any,
+) -> tuple[tuple[Any, ...], list[StepResult], list[StepResult]]:
+    """A run that a signal stops, at a rank and a step, and that goes on; and another that is not stopped: how it was
+    stopped, and the steps since then of both. Their weights are equal."""
+    (whole, rates), (first, early), (second, late) = built
+    expected = fit(whole, Loop(batches(), scheduler=rates, **more))
+    stopped: Stopped | None = None
+    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"], exit_code=7) as signals:
+        with get_registry().observing(_SignalAt(at[1] if first.mesh.rank == at[0] else None)):
+            try:
+                fit(first, Loop(batches(), scheduler=early, checkpointer=checkpointer, signals=signals, **more))
+            except Stopped as caught:
+                stopped = caught
+    assert stopped is not None
+    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step), scheduler=late)
+    rest = fit(second, Loop(batches(), scheduler=late, **more).going_on(manifest))
+    weights, others = full_weights(whole), full_weights(second)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    return (stopped.signal, stopped.step, stopped.saved, stopped.code), rest, expected[stopped.step :]
+
+
+def _in_passes(kind: str, directory: str) -> Any:
+    """Passes of four steps, stopped by a signal to rank 1 in the middle of the second."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    (whole, rates), (first, early), (second, late) = (_built(seed) for seed in range(3))
-    mesh = whole.mesh
+    built = [_built() for _ in range(3)]
+    mesh = built[0][0].mesh
     rows = [batch for step in range(8) for batch in share(Case(), step, mesh.data_rank, mesh.data_size)]
     rows = rows[: len(rows) // 8 * 8]
 
@@ -196,36 +284,21 @@ def _in_passes(kind: str, directory: str) -> dict[str, Any]:
         return StatefulDataLoader(rows, batch_size=None, shuffle=False) if kind == "stateful" else rows
 
     options = {"steps": 9, "accumulate": len(rows) // 4, "seed": 3, "max_grad_norm": 1.0}
-    expected = fit(whole, Loop(batches=batches(), scheduler=rates, **options))
-    stopped: Stopped | None = None
-    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"], exit_code=7) as signals:
-        with get_registry().observing(_SignalAt(5 if mesh.rank == 1 else None)):
-            try:
-                fit(first, Loop(batches(), scheduler=early, checkpointer=checkpointer, signals=signals, **options))
-            except Stopped as caught:
-                stopped = caught
-    assert stopped is not None
-    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step), scheduler=late)
-    rest = fit(second, Loop(batches(), scheduler=late, **options).going_on(manifest))
-    weights, others = full_weights(whole), full_weights(second)
-    return {
-        "stopped": (stopped.signal, stopped.step, stopped.saved, stopped.code),
-        "steps": [each.step for each in rest],
-        "equal": [(each.loss, each.learning_rate) for each in rest]
-        == [(each.loss, each.learning_rate) for each in expected[stopped.step :]],
-        "weights": all(torch.equal(weights[name], others[name]) for name in weights),
-    }
+    stopped, *both = _resumed(built, batches, directory, (1, 5), **options)
+    rest, expected = ([(each.step, each.loss, each.learning_rate) for each in results] for results in both)
+    assert rest == expected
+    return stopped, [step for step, *_ in rest]
 
 
 @pytest.mark.parametrize("kind", ["stateful", pytest.param("counted", marks=pytest.mark.slow)])
 def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(kind: str, tmp_path: Path) -> None:
     # Step 6 had begun when the signal came.
-    expected = {"stopped": ("SIGUSR1", 6, True, 7), "steps": [7, 8, 9], "equal": True, "weights": True}
-    assert pool(2).run(_in_passes, kind, str(tmp_path / "checkpoints")) == [expected] * 2
+    found = pool(2).run(_in_passes, kind, str(tmp_path / "checkpoints"))
+    assert found == [(("SIGUSR1", 6, True, 7), [7, 8, 9])] * 2
 
 
 def _signalled_as_it_leaves() -> int:
-    manager, _ = _built(0)
+    manager, _ = _built()
     mesh = manager.mesh
     with StopSignals(["SIGUSR1"]) as signals, get_registry().observing(_SignalAt(1)):
         try:
@@ -245,7 +318,7 @@ def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another
 
 def _messages(case: Case, signals: StopSignals | None) -> tuple[int, list[int]]:
     """How many messages of all ranks a loop sends, and how many numbers each has."""
-    manager, _ = _built(0)
+    manager, _ = _built()
     mesh = manager.mesh
     sent: list[int] = []
     exchanged = mesh.world._exchanged
@@ -274,7 +347,7 @@ def test_signals_that_may_come_cost_a_step_no_message_and_no_byte() -> None:
 
 
 def _apart() -> str:
-    manager, _ = _built(0)
+    manager, _ = _built()
     mesh = manager.mesh
     names = ["SIGUSR1"] if mesh.rank else ["SIGTERM"]
     batches = share(Case(), 0, mesh.data_rank, mesh.data_size)
@@ -290,38 +363,23 @@ def test_ranks_that_would_stop_on_different_signals_are_refused() -> None:
         assert "ranks disagree on signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1" in told
 
 
-def _stopped_and_on(
-    strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str
-) -> tuple[tuple[Any, ...], list[float], list[float]]:
+def _stopped_and_on(strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str) -> Any:
     case = Case(microbatches=2, sequences=16)
-    (whole, _), (first, _), (second, _) = (build_with_optimizer(strategy, config, sizes, case) for _ in range(3))
-    mesh = whole.mesh
+    built = [(build_with_optimizer(strategy, config, sizes, case)[0], None) for _ in range(3)]
+    mesh = built[0][0].mesh
 
     def batches(step: int) -> Any:
         return share(case, step, mesh.data_rank, mesh.data_size)
 
-    expected = fit(whole, Loop(batches, steps=6, seed=1))
-    stopped: Stopped | None = None
-    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"]) as signals:
-        with get_registry().observing(_SignalAt(2 if mesh.rank == 3 else None)):
-            try:
-                fit(first, Loop(batches, steps=6, seed=1, checkpointer=checkpointer, signals=signals))
-            except Stopped as caught:
-                stopped = caught
-    assert stopped is not None
-    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step))
-    rest = fit(second, Loop(batches, steps=6, seed=1).going_on(manifest))
-    weights, others = full_weights(whole), full_weights(second)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    told = (stopped.signal, stopped.step, stopped.saved)
-    return told, [each.loss for each in rest], [each.loss for each in expected[stopped.step :]]
+    stopped, *both = _resumed(built, lambda: batches, directory, (3, 2), steps=6, seed=1)
+    return stopped, *([each.loss for each in results] for results in both)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) -> None:
     for told, rest, expected in pool(4).run(_stopped_and_on, *STACKS[stack], str(tmp_path / "checkpoints")):
-        assert told == ("SIGUSR1", 3, True)
+        assert told == ("SIGUSR1", 3, True, 7)
         assert len(rest) == 3
         assert rest == expected
 

@@ -29,8 +29,7 @@ def train(
     traceback: Traceback = False,
 ) -> None:
     """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
-    from ..train.run.model_section import check_model
-    from ..train.run.run_file import load_run
+    from ..train.run.run_file import check_model, load_run
     from ..train.run.startup import Startup
 
     startup = Startup(timings)

@@ -20,8 +20,15 @@ from ..data.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
 from ..strategy.stack import resolve
-from ..train.run.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned, without_secrets
-from ..train.run.launch_section import LaunchConfig
+from ..train.run.launch_section import (
+    HIDDEN,
+    FromEnvironment,
+    LaunchConfig,
+    is_secret,
+    resolved,
+    without_assigned,
+    without_secrets,
+)
 from ..train.run.run_file import RunConfig
 from . import Target
 

@@ -118,7 +118,7 @@ def check_job(config: RunConfig, world: int) -> None:
     Raises:
         MeshwrightError: as training does.
     """
-    from ..train.run.model_section import check_model
+    from ..train.run.run_file import check_model
     from .asked import laid_out
 
     laid_out(config, world)

@@ -21,8 +21,8 @@ from ..strategy.contract import StrategyManager
 from ..strategy.hooks import hookimpl
 from ..tracing.collectives import Recorder
 from ..train.run.model_trial import memory_of_node
+from ..train.run.preflight import find_model
 from ..train.run.run_file import RunConfig, assigned
-from ..train.run.run_model import find_model
 from . import device as device_files
 from .device import Device
 from .job import job_of
@@ -47,7 +47,7 @@ CHANGES: tuple[tuple[str, ...], ...] = (
 
 @dataclass
 class Comparison:
-    """A run's companion; see `meshwright.train.run.observing.Companion`.
+    """A run's companion; see `meshwright.train.run.run_rank.Companion`.
 
     Attributes:
         plan: from `planned.plan`; None, with `why_not`: the run cannot be planned.
@@ -155,7 +155,7 @@ class Comparison:
 
 
 def accompany(config: RunConfig, world_size: int) -> Comparison | None:
-    """Plan a run on so many ranks, as its `plan` section says; see `meshwright.train.run.observing.Accompany`."""
+    """Plan a run on so many ranks, as its `plan` section says; see `meshwright.train.run.run_rank.Accompany`."""
     if not config.plan.enabled:
         return None
     try:

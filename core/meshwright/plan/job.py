@@ -14,9 +14,8 @@ from ..model.adapter_options import check_names
 from ..model.configuration import model_config
 from ..model.pretrained import new_model
 from ..optim.build import optimizer_factory, try_optimization
-from ..train.run.preflight import data_and_model_config
+from ..train.run.preflight import RunModel, data_and_model_config, find_model
 from ..train.run.run_file import RunConfig
-from ..train.run.run_model import RunModel, find_model
 from .asked import laid_out
 from .trace import Job
 

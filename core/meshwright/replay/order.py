@@ -25,12 +25,11 @@ from ..launch.environment import started_by_launcher
 from ..launch.rank import guarded
 from ..mesh.sizes import Degrees, MeshSizes
 from ..strategy.stack import resolve
-from ..train.run.checkpoint_section import CheckpointConfig
 from ..train.run.fate import NEVER
 from ..train.run.preflight import processes
 from ..train.run.run_directory import RunDirectory
 from ..train.run.run_file import RunConfig
-from ..train.run.run_sections import ResumeConfig
+from ..train.run.run_sections import CheckpointConfig, ResumeConfig
 from .record import Beginning, Recorded, WentBack
 
 HALF = ("float16", "bfloat16")

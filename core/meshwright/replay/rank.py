@@ -19,13 +19,12 @@ from ..launch.rank import signs_of_life
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
 from ..strategy.contract import StrategyManager
-from ..train.loop.bad_steps import BAD_STEPS, BadSteps, Rewinds
+from ..train.loop.monitors import BAD_STEPS, BadSteps, Rewinds
 from ..train.loop.options import Loop
 from ..train.loop.step import train_step
 from ..train.run.assembly import begin_with_weights, loop_of, place_of
-from ..train.run.preflight import Plan, plan_run
+from ..train.run.preflight import Plan, fetch_model, make_model, plan_run
 from ..train.run.resume import Source, changes
-from ..train.run.run_model import fetch_model, make_model
 from .order import RESULT, Order, degrees_of
 from .peers import AllShares, Shared, compare_shares
 from .record import plain_of

@@ -8,8 +8,7 @@ from ...base.errors import ConfigError
 from ...base.validation import validated
 from ...files.parsing import parse_yaml
 from ...plan.asked import laid_out
-from ...train.run.model_section import check_model
-from ...train.run.run_file import RunConfig
+from ...train.run.run_file import RunConfig, check_model
 from .answers import Answers, Known, Machine
 from .text import run_file_text
 

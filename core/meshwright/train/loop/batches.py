@@ -1,4 +1,4 @@
-"""Microbatches from a DataLoader or any other iterable.
+"""Microbatches of a loop: from a DataLoader or any other iterable, drawn one step ahead.
 
 [Note: passes] An iterable gives microbatches one after the other; a step takes `accumulate` of them. It is iterated as
 often as steps ask for, and no step reaches over the end of a pass: the last one may have fewer microbatches. A pass
@@ -9,27 +9,47 @@ must end on all ranks after the same step. Before each pass `set_epoch` is calle
 its state goes into checkpoints, one of each data rank. Any other is iterated again without training: from the beginning
 of the pass, or of the first pass where it has no length, or a generator of its own. An order drawn from torch's
 generator when a pass begins comes again if the loop has a seed.
+
+[Note: agreeing to stop] The next step is drawn while the device computes this one. A rank that has noted a signal draws
+nothing for it. The others see in the message that each step sends that something is wrong with it, and only then do
+ranks ask each other what. A signal that comes when the next step has begun takes effect one step later.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ...base.errors import BatchError, CheckpointError
-from ...base.types import Batch
+from ...base.types import Batch, Objective
 from ...mesh.mesh import Mesh
+from ...step.agreement import defects_told
+from ...strategy.contract import StrategyManager
+from .options import Loop, raise_on_all, steps_in_a_pass
+
+if TYPE_CHECKING:
+    from ...base.stopping import StopSignals
 
 
 class PassEnds(BatchError):
     """A pass has ended on this rank; the next draw begins another."""
+
+
+class StopsBefore(Exception):
+    """All ranks stop before a step, since a rank has noted a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def step_seed(seed: int, step: int, data_rank: int) -> int:
@@ -38,21 +58,11 @@ def step_seed(seed: int, step: int, data_rank: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
-def steps_in_a_pass(batches: Any, accumulate: int) -> int | None:
-    """Return the optimizer steps of one pass; None for a function, or where the length is unknown."""
-    try:
-        return -(-len(batches) // accumulate)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 class Passes:
     """The microbatches of each step, from an iterable; see [Note: passes]. Called with consecutive steps.
 
-    Args:
-        accumulate: microbatches of a step.
-        state: as of `state()`, before the first step that is asked for; None: see [Note: going on in a pass].
-        seed: returns the seed for a step; None: generators are left alone.
+    `state` is as of `state()`, before the first step that is asked for; None: see [Note: going on in a pass]. `seed`
+    returns the seed for a step; None: generators are left alone.
     """
 
     def __init__(
@@ -70,12 +80,7 @@ class Passes:
         self._is_placed = False
 
     def __call__(self, step: int) -> list[Batch]:
-        """Return the microbatches of a step.
-
-        Raises:
-            PassEnds: the pass has no more.
-            BatchError: a pass has none at all, or something else than microbatches.
-        """
+        """Return the microbatches of a step; PassEnds: the pass has no more."""
         if not self._is_placed:
             self._is_placed = True
             self._place(step)
@@ -156,15 +161,8 @@ def _check_batch(batch: Any) -> None:
 
 
 def end_together(error: Exception | None, mesh: Mesh, step: int) -> bool:
-    """Whether a pass has ended on all ranks, and drawing has failed on none; asked when some rank has found something
-    wrong with a step. Collective.
-
-    Args:
-        error: that this rank has met in drawing.
-
-    Raises:
-        BatchError: the pass has ended on some ranks only; on all ranks.
-    """
+    """Whether a pass has ended on all ranks, and drawing has failed on none. Collective; asked when some rank has found
+    something wrong with a step. `error` is what this rank has met in drawing."""
     world, ended = mesh.world, isinstance(error, PassEnds)
     count, failed = world.reduce_ints([ended, error is not None and not ended])
     if failed or count in (0, world.size):
@@ -191,11 +189,7 @@ def states_of_ranks(own: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]
 
 
 def state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, Any] | None:
-    """Return this data rank's state of those of `states_of_ranks`.
-
-    Raises:
-        CheckpointError: the number of data ranks is another.
-    """
+    """Return this data rank's state of those of `states_of_ranks`."""
     if state is None:
         return None
     states: Sequence[Mapping[str, Any]] = state["of_data_ranks"]
@@ -205,3 +199,117 @@ def state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, A
             f"{mesh.data_size}. Go on with {len(states)}; or leave state out of the loop, to count batches instead."
         )
     return states[mesh.data_rank]
+
+
+class _Drawn(NamedTuple):
+    """A step that has begun: its microbatches, or the error in drawing them, and the state after that: of torch's
+    generator, and `Passes.state`. `signal` is the number of the one for which nothing was drawn; 0: none."""
+
+    step: int
+    microbatches: Sequence[Batch]
+    num_tokens: Tensor
+    error: Exception | None
+    generator: Tensor
+    state: dict[str, Any] | None
+    signal: int
+
+
+class Ahead:
+    """The microbatches of one loop, step by step; the next step is drawn while the device computes this one.
+
+    The random numbers of a step follow from its seed, so a step draws the same whether it was begun ahead or not. An
+    error in drawing is raised when the step's turn comes. `state` is that of `Passes`, after the step taken last.
+    """
+
+    def __init__(
+        self,
+        manager: StrategyManager,
+        batches: Callable[[int], Sequence[Batch]],
+        *,
+        seed: int | None,
+        objective: Objective | None = None,
+        signals: StopSignals | None = None,
+    ) -> None:
+        self._manager, self._batches, self._seed = manager, batches, seed
+        self._objective, self._signals = objective, signals
+        self._drawn: _Drawn | None = None
+        self.state: dict[str, Any] | None = None
+        self._seconds = 0.0
+
+    def begin(self, step: int) -> None:
+        """Draw a step, counted from 0, and announce it to the other ranks without waiting for them. Collective."""
+        self._drawn = self._begun(step)
+
+    def _begun(self, step: int) -> _Drawn:
+        before = torch.get_rng_state()
+        if self._seed is not None:
+            # The generators of accelerators stay as they are: the current step may need them.
+            torch.default_generator.manual_seed(self._seed_of(step, self._seed))
+        microbatches: Sequence[Batch] = ()
+        error: Exception | None = None
+        state = None
+        noted = 0 if self._signals is None else self._signals.noted
+        start = time.perf_counter()
+        try:
+            drawn = () if noted else self._batches(step)
+            if isinstance(self._batches, Passes):
+                state = self._batches.state()
+            microbatches = drawn
+        except Exception as caught:
+            error = caught
+        self._seconds += time.perf_counter() - start
+        generator = torch.get_rng_state()
+        torch.set_rng_state(before)
+        # No microbatches tell the others that something is wrong.
+        num_tokens = self._manager.announce(microbatches, objective=self._objective)
+        return _Drawn(step, microbatches, num_tokens, error, generator, state, noted)
+
+    def take_seconds(self) -> float:
+        """Return what drawing has taken since the last call, without waiting for other ranks."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
+        """Return the microbatches of a step and their `num_tokens`, and seed all generators. Collective; StopsBefore: a
+        rank has noted a signal, and nothing has changed since the step before."""
+        drawn, self._drawn = self._drawn, None
+        if drawn is None or drawn.step != step:
+            drawn = self._begun(step)
+        while self._ends(drawn):
+            drawn = self._begun(step)
+        self.state = drawn.state
+        if self._seed is not None:
+            torch.manual_seed(self._seed_of(step, self._seed))
+        torch.set_rng_state(drawn.generator)
+        if drawn.error is not None:
+            # Where a pass has ended here, another rank has failed in drawing, and raises the cause.
+            error = None if isinstance(drawn.error, PassEnds) else drawn.error
+            what = f"the microbatches of step {step + 1} cannot be drawn"
+            raise_on_all(self._manager.mesh.world, error, BatchError, what)
+        return drawn.microbatches, drawn.num_tokens
+
+    def _ends(self, drawn: _Drawn) -> bool:
+        """Whether a pass has ended, so that the step is to be drawn from the next one. Collective."""
+        in_passes = isinstance(self._batches, Passes)
+        if (self._signals is None and not in_passes) or not defects_told(drawn.num_tokens):
+            return False
+        if self._signals is not None:
+            (number,) = self._manager.mesh.world.reduce_ints([drawn.signal], ReduceOp.MAX)
+            if number:
+                raise StopsBefore(number)
+        return in_passes and end_together(drawn.error, self._manager.mesh, drawn.step)
+
+    def _seed_of(self, step: int, seed: int) -> int:
+        return step_seed(seed, step, self._manager.mesh.data_rank)
+
+
+def begun_ahead(manager: StrategyManager, loop: Loop) -> Ahead:
+    """Return what draws the microbatches of a loop."""
+    source, mesh, run_seed = loop.batches, manager.mesh, loop.seed
+    if not callable(source):
+        if not isinstance(source, Iterable):
+            raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
+        state = state_of_rank((loop.state or {}).get("batches"), mesh)
+        seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
+        source = Passes(source, accumulate=loop.accumulate, state=state, seed=seed)
+    return Ahead(manager, source, seed=run_seed, objective=loop.objective, signals=loop.signals)

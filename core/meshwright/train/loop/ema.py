@@ -22,8 +22,8 @@ class Averaging(Protocol):
     """What a manager implements that can keep averages; those that derive from `DataParallelManager` do."""
 
     def keep_averages(self) -> Sequence[Averages]:
-        """Begin with the current weights; one for each part of the model that this rank trains. From then on they are a
-        part of `sharded_state` and of `loading`."""
+        """Begin with the current weights, of each part of the model that this rank trains. From then on the averages
+        are a part of `sharded_state` and of `loading`."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Put the averages in the place of the weights. Collective."""

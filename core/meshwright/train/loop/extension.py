@@ -20,11 +20,7 @@ class LoopExtension:
     """
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Called once before the first step.
-
-        Args:
-            state: what the loop remembers in checkpoints.
-        """
+        """Called once before the first step, with what the loop remembers in checkpoints."""
 
     def around_step(self, index: int) -> AbstractContextManager[object]:
         """Return the context in which a step runs, counted from 0 in this call of `fit`."""
@@ -38,39 +34,22 @@ class LoopExtension:
         return result
 
     def evaluate(self, losses: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Return further losses to report with an evaluation.
-
-        Args:
-            losses: evaluates the current weights on each set.
-        """
+        """Return further losses to report with an evaluation."""
         return {}
 
     def before_save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Called before the state after a step is saved or copied.
-
-        Args:
-            state: as of `begin`.
-        """
+        """Called before the state after a step is saved or copied."""
 
     def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
-        """Called last in a step, after a checkpoint that was due.
-
-        Args:
-            extra: prepares the state to be copied, and returns what belongs into a checkpoint beside the state of the
-                manager. Collective.
-        """
+        """Called last in a step, after a checkpoint that was due. `extra` prepares the state to be copied, and returns
+        what belongs into a checkpoint beside the state of the manager; collective."""
 
     def on_rewind(self, step: int) -> None:
         """Called when an earlier state has been loaded."""
 
 
 class Around(LoopExtension):
-    """Run each step within a context that may measure something.
-
-    Args:
-        around: gives the context of a step; see `LoopExtension.around_step`.
-        measured: gives further entries of `StepResult.times` after a step.
-    """
+    """Run each step within a context that may measure something: further entries of `StepResult.times`."""
 
     def __init__(
         self,
@@ -89,12 +68,7 @@ class Around(LoopExtension):
 
 @dataclass
 class Flops(LoopExtension):
-    """Report the model's FLOPs of each step, and the peak of a device.
-
-    Attributes:
-        per_token: FLOPs that the model needs for a token; None: unknown.
-        peak: FLOP/s of a device; None: unknown.
-    """
+    """Report the model's FLOPs of each step, and the peak of a device."""
 
     per_token: float | None
     peak: float | None

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BatchError, CheckpointError, TrainingError
 from ...base.stopping import Stopped
+from ...checkpoint import first_whole, load_checkpoint
+from ...checkpoint.manifest import exists
 from ...checkpoint.places import path_or_url
-from ...events.run import SavedCheckpoint
+from ...events.run import BadStep, Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
 from ...events.step import StepResult
+from ...files.terminal import warn
 from ...step.agreement import count_tokens
 from ...strategy.contract import StrategyManager
+from ...strategy.registry import get_registry
 from ...tensors.ops import moments_of
-from .agreed import agree_on, done_on_all, raise_on_all
-from .ahead import StopsBefore
-from .bad_steps import BAD_STEPS, Bad, BadSteps, Rewinds
-from .batches import states_of_ranks
+from .batches import StopsBefore, begun_ahead, states_of_ranks
 from .extension import Around, LoopExtension, Moment
-from .options import Loop, is_due
-from .rewinding import Saves
-from .step import begun_ahead, train_step
-from .stopwatch import Stopwatch, marked
-from .telling import Telling
+from .monitors import BAD_STEPS, STATE, Bad, BadSteps, Rewinds, Watch
+from .options import Loop, agree_on, done_on_all, is_due, raise_on_all
+from .step import Stopwatch, marked, train_step
 from .verifying import Verifier
-from .watch import STATE, Watch
 
 if TYPE_CHECKING:
     from ...base.stopping import StopSignals
@@ -55,9 +57,7 @@ def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
         CheckpointError: as of `Checkpointer.save`.
         Stopped: a rank has noted one of `loop.signals`; on all ranks. If there is a checkpointer, it has saved.
     """
-    course = _Course(manager, loop)
-    with course.told:
-        return course.run()
+    return _Course(manager, loop).run()
 
 
 class _Course:
@@ -83,7 +83,11 @@ class _Course:
         for each in self.extensions:
             each.begin(self.state())
         self.saved_at = clock()
-        self.told, self.progress = Telling(manager, loop), self.world.progress
+        self.info, self.progress = _info(manager, loop), self.world.progress
+        self.reason: Reason = "done"
+        self.last: StepResult | None = None
+        self.last_losses: dict[str, float] = {}
+        self.began = time.monotonic()
         self.stopwatch = Stopwatch(moments_of(manager.mesh.device), self.progress)
         self.saving: dict[str, float] = {}
         self.own_s = 0.0
@@ -101,11 +105,44 @@ class _Course:
         return [*found, *loop.extensions]
 
     def run(self) -> list[StepResult]:
+        """Run the steps, and call observers when they begin and end, however they do."""
+        hook, rank = get_registry().hook, self.manager.mesh.rank
+        start = partial(hook.on_run_start, run=self.info, mesh=self.manager.mesh)
+        done_on_all(self.world, start, TrainingError, "an observer fails at the start of the run")
+        try:
+            results = self.steps()
+        except BaseException as error:
+            self.reason = "signal" if isinstance(error, Stopped) else "failed"
+            if self.reason == "failed":
+                fault = Fault(self.done, rank, type(error).__name__, str(error), time.time())
+                _warn_of_errors(lambda: hook.on_fault(fault=fault))
+            _warn_of_errors(lambda: hook.on_run_end(summary=self.summary()))
+            raise
+        hook.on_run_end(summary=self.summary())
+        return results
+
+    @property
+    def done(self) -> int:
+        return self.loop.start if self.last is None else self.last.step
+
+    def summary(self) -> RunSummary:
+        return RunSummary(
+            run=self.info,
+            reason=self.reason,
+            step=self.done,
+            steps=self.loop.num_steps,
+            seconds=time.monotonic() - self.began,
+            loss=None if self.last is None else self.last.loss,
+            evaluations=self.last_losses,
+            rank=self.manager.mesh.rank,
+        )
+
+    def steps(self) -> list[StepResult]:
         results: list[StepResult] = []
         while (step := results[-1].step if results else self.loop.start) < self.loop.num_steps:
             if self.watch.is_exhausted:
                 # It was before the run was interrupted.
-                self.told.reason = "early stopping"
+                self.reason = "early stopping"
                 break
             try:
                 result = self.step(step)
@@ -116,7 +153,9 @@ class _Course:
             if isinstance(result, Bad):
                 self.rewind(result, results)
                 continue
-            self.note_own_seconds(result)
+            # What this rank took by itself: observers and callbacks of the step before, drawing, the optimizer.
+            own_s = self.own_s + self.ahead.take_seconds() + result.times.get("optimizer", 0.0)
+            self.progress.steps.append((own_s, result.seconds))
             result = replace(result, times={**result.times, **self.saving})
             self.saving = {}
             for each in self.extensions:
@@ -125,12 +164,13 @@ class _Course:
                 result = self.evaluated(result)
             is_best = self.watch.note(result)
             start = time.perf_counter()
-            self.told.step(result)
+            self.last = result
+            get_registry().hook.on_step_end(result=result)
             self.own_s = time.perf_counter() - start
             results.append(result)
             stops, is_late = self.asked(result) if self.is_asked else (False, False)
             if stops or self.watch.is_exhausted:
-                self.told.reason = "callback" if stops else "early stopping"
+                self.reason = "callback" if stops else "early stopping"
                 stops = True
             if stops or is_best or is_late or is_due(result.step, self.loop.save_every, self.loop.num_steps):
                 self.save(result, is_best=is_best)
@@ -142,22 +182,28 @@ class _Course:
 
     def step(self, step: int) -> StepResult | Bad:
         """Run a step; a bad one may take the run back."""
+
+        def look(moment: Moment) -> None:
+            for each in self.extensions:
+                each.on_gradients(moment)
+
         try:
             with ExitStack() as held:
                 for each in self.extensions:
                     held.enter_context(each.around_step(step - self.loop.start))
                 result = train_step(
-                    self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps, look=self.look
+                    self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps, look=look
                 )
         except Rewinds as rewinds:
             return rewinds.bad
         if result.skipped:
-            self.told.bad_step(Bad(result.step, result.skipped), count=self.bad_steps.count)
+            self.tell_of_bad(Bad(result.step, result.skipped))
         return result
 
-    def look(self, moment: Moment) -> None:
-        for each in self.extensions:
-            each.on_gradients(moment)
+    def tell_of_bad(self, bad: Bad, back_to: int | None = None) -> None:
+        rank, count = self.manager.mesh.rank, self.bad_steps.count
+        told = BadStep(bad.step, self.loop.num_steps, bad.reason, rank, count, back_to)
+        get_registry().hook.on_bad_step(bad=told)
 
     def rewind(self, bad: Bad, results: list[StepResult]) -> None:
         """Go back to a checkpoint, and leave out the batches since then. Collective."""
@@ -168,12 +214,7 @@ class _Course:
             results.pop()
         for each in self.extensions:
             each.on_rewind(to)
-        self.told.bad_step(bad, count=self.bad_steps.count, back_to=to)
-
-    def note_own_seconds(self, result: StepResult) -> None:
-        """Report what this rank took by itself: observers and callbacks of the step before, drawing, the optimizer."""
-        own_s = self.own_s + self.ahead.take_seconds() + result.times.get("optimizer", 0.0)
-        self.progress.steps.append((own_s, result.seconds))
+        self.tell_of_bad(bad, to)
 
     def evaluated(self, result: StepResult) -> StepResult:
         """Return the result with the losses of the sets, and tell observers of them. Collective."""
@@ -186,7 +227,9 @@ class _Course:
         self.progress.enter("callbacks")
         seconds = time.perf_counter() - start
         result = replace(result, evaluations=losses, times={**result.times, "evaluation": seconds})
-        self.told.evaluation(result, seconds)
+        self.last_losses = {**self.last_losses, **losses}
+        evaluation = Evaluation(result.step, result.steps, losses, seconds, result.rank)
+        get_registry().hook.on_evaluation(evaluation=evaluation)
         return result
 
     def losses(self) -> dict[str, float]:
@@ -226,10 +269,9 @@ class _Course:
         with marked("save"):
             loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
         self.saved_at = clock()
-        seconds = time.perf_counter() - start
-        self.saving["save"] = seconds
-        place = loop.checkpointer.place(result.step)
-        self.told.checkpoint(SavedCheckpoint(result.step, path_or_url(place), seconds, result.rank, is_best))
+        self.saving["save"] = seconds = time.perf_counter() - start
+        place = path_or_url(loop.checkpointer.place(result.step))
+        get_registry().hook.on_checkpoint(checkpoint=SavedCheckpoint(result.step, place, seconds, result.rank, is_best))
 
     def extra(self, step: int) -> dict[str, Any]:
         """Prepare a save, and return what belongs into a checkpoint beside the state of the manager. Collective."""
@@ -261,3 +303,76 @@ class _Course:
         # Who leaves first would take connections with it that others may still need.
         self.world.reduce_ints([0])
         return Stopped(number, step=step, saved=saved, exit_code=signals.exit_code, too_late=is_late)
+
+
+class Saves(LoopExtension):
+    """Goes back to checkpoints that the same processes have saved. For each it keeps what is not in it: learning rates,
+    the schedule, and what the loop remembers. Settings of the optimizer that a run has changed since stay as they are.
+    """
+
+    def __init__(self, manager: StrategyManager, loop: Loop) -> None:
+        self._manager, self._loop = manager, loop
+        self._known: dict[int, tuple[list[Any], dict[str, Any] | None, Mapping[str, Any]]] = {}
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        self.before_save(self._loop.start, state)
+
+    def before_save(self, step: int, state: Mapping[str, Any]) -> None:
+        scheduler = self._loop.scheduler
+        rates = [group["lr"] for group in self._manager.optimizer.param_groups]
+        self._known[step] = deepcopy((rates, scheduler and scheduler.state_dict(), dict(state)))
+
+    def go_back(self, bad: Bad) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest valid checkpoint before a step; return its step, and the loop's state then. Collective."""
+        checkpointer, world = self._loop.checkpointer, self._manager.mesh.world
+        if checkpointer is None:
+            raise TrainingError("on_bad_step=rewind needs a checkpointer.")
+        checkpointer.wait()
+        steps = sorted((step for step in self._known if step < bad.step), reverse=True)
+        there = world.from_first(lambda: [step for step in steps if exists(checkpointer.place(step))])
+        found, _ = first_whole([checkpointer.place(step) for step in there], world)
+        if found is None:
+            raise TrainingError(
+                f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rewind goes "
+                f"back to what this sitting has saved or begun with. No parameter was changed by this step. Lower "
+                f"checkpoint.every, or set on_bad_step=skip."
+            )
+        load_checkpoint(self._manager, found, keep_settings=True)
+        to = next(step for step in there if checkpointer.place(step) == found)
+        rates, schedule, state = deepcopy(self._known[to])
+        if self._loop.scheduler is not None:
+            self._loop.scheduler.load_state_dict(schedule)
+        for group, rate in zip(self._manager.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return to, state
+
+
+def _warn_of_errors(tell: Callable[[], Any]) -> None:
+    """Call observers while another error is raised, which theirs must not hide."""
+    try:
+        tell()
+    except Exception as error:
+        warn(f"an observer fails at the end of the run: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _info(manager: StrategyManager, loop: Loop) -> RunInfo:
+    mesh = manager.mesh
+    if loop.run is not None:
+        return replace(loop.run, rank=mesh.rank)
+    return RunInfo(
+        id=mesh.world.from_first(new_id),
+        name="run",
+        strategy=manager.strategy,
+        mesh=str(mesh.degrees),
+        world_size=mesh.world.size,
+        rank=mesh.rank,
+        start=loop.start,
+        steps=loop.num_steps,
+        parameters=None,
+        device=mesh.device.type,
+    )
+
+
+def new_id() -> str:
+    """Return an id that no other run has."""
+    return uuid.uuid4().hex

@@ -1,31 +1,33 @@
-"""The options of a training loop."""
+"""The options of a training loop, and checks and errors that all ranks of it share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...base.errors import CheckpointError, ConfigError
+from ...base.errors import CheckpointError, ConfigError, MeshwrightError
 from ...base.types import Batch, Objective
 from ...checkpoint import Checkpointer, Manifest
 from ...checkpoint.extra import check_loop
 from ...checkpoint.values import decoded
 from ...events.run import RunInfo
 from ...events.step import StepResult
+from ...mesh.mesh import Mesh
+from ...mesh.world import World
 from ...optim.config import AVERAGED
-from .bad_steps import BadStepConfig
-from .batches import steps_in_a_pass
 from .ema import EMA
 from .extension import LoopExtension
-from .watch import STATE, EarlyStopping
+from .monitors import STATE, BadStepConfig, EarlyStopping
 
 if TYPE_CHECKING:
     from ...base.stopping import StopSignals
 
+T = TypeVar("T")
 Callback: TypeAlias = "Callable[[StepResult], bool | None]"
 """Called on its rank after each step; True stops the loop on all ranks after that step."""
 
@@ -54,14 +56,14 @@ class Loop:
         save_every: steps between checkpoints.
         save_after_s: seconds since the last checkpoint, by the clock of the first rank.
         extra: `extra(drawn)` returns further JSON values for a checkpoint; `drawn` counts the batches drawn so far, see
-            [Note: draws] in `bad_steps`.
+            [Note: draws] in `monitors`.
         start: steps already done; see `going_on`.
         state: what `fit` has put into the checkpoint to resume from.
         seed: the random numbers of a step follow from it, the step and the data rank, so that a resumed run draws what
             it would have drawn; None: the generators are left alone.
         on_bad_step: what to do with a step whose loss or norm is not finite, or far above those before.
         verify_every: steps between comparisons of replicas; see [Note: silent corruption] in `verifying`.
-        signals: end the loop before the next step, after a save; see [Note: agreeing to stop] in `ahead`. Each rank
+        signals: end the loop before the next step, after a save; see [Note: agreeing to stop] in `batches`. Each rank
             enters its own before `fit`, with the same names.
         around, measured: see `extension.Around`; ranks may have different ones.
         norms_every: steps between measurements of gradient norms by block; None: never.
@@ -147,3 +149,109 @@ class Loop:
 def is_due(done: int, every: int | None, steps: int) -> bool:
     """Whether something that happens every so many steps, and after the last one, is due."""
     return done == steps or (every is not None and done % every == 0)
+
+
+def steps_in_a_pass(batches: Any, accumulate: int) -> int | None:
+    """Return the optimizer steps of one pass; None for a function, or where the length is unknown."""
+    try:
+        return -(-len(batches) // accumulate)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def raise_on_all(world: World, error: Exception | None, kind: type[MeshwrightError], what: str) -> NoReturn:
+    """Raise an error that some rank has met, where all know that some has. Collective.
+
+    An unexpected one is raised as it is, with its own traceback, and the other ranks raise `kind`, which begins with
+    `what`: "... cannot be drawn".
+    """
+    if error is None or isinstance(error, MeshwrightError):
+        world.raise_any(error)
+    with suppress(MeshwrightError):
+        world.raise_any(kind(f"{what}: {type(error).__name__}: {error}"))
+    raise error
+
+
+def done_on_all(world: World, work: Callable[[], T], kind: type[MeshwrightError], what: str) -> T:
+    """Run `work`, which must not be collective and may fail in any way; see `raise_on_all`. Collective."""
+    found: list[T] = []
+    error: Exception | None = None
+    try:
+        found.append(work())
+    except Exception as caught:
+        error = caught
+    if world.reduce_ints([error is not None])[0]:
+        raise_on_all(world, error, kind, what)
+    return found[0]
+
+
+def agree_on(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
+    """Refuse a loop that cannot run, or that differs between ranks, and return the number of the last step, and whether
+    any rank has callbacks. Collective."""
+    world = mesh.world
+    mine = world.together(lambda: told_of(loop))
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, (mine, len(loop.callbacks)), group=world.group)
+    for name in mine:
+        values = [told[name] for told, _ in found]
+        if any(each != values[0] for each in values):
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values[:8]))
+            raise ConfigError(f"ranks disagree on {name} of the loop: {listed}. Give all ranks the same.")
+    return loop.num_steps, any(count for _, count in found)
+
+
+_AT_LEAST_ONE = ("steps", "epochs", "accumulate", "eval_every", "save_every", "norms_every", "verify_every")
+_EQUAL = (
+    *("start", "accumulate", "max_grad_norm", "grad_norm_type", "eval_every", "early_stopping", "save_every"),
+    *("save_after_s", "norms_every", "seed", "on_bad_step", "verify_every"),
+)
+
+
+def told_of(loop: Loop) -> dict[str, Any]:
+    """Return by name what must be equal on all ranks; a loop that cannot run is a ConfigError."""
+    steps, checkpointer = loop.num_steps, loop.checkpointer
+    for name, lowest in {**dict.fromkeys(_AT_LEAST_ONE, 1), "start": 0}.items():
+        value = getattr(loop, name)
+        if value is not None and (type(value) is not int or value < lowest):
+            raise ConfigError(f"{name} of the loop must be an int, at least {lowest}, not {value!r}.")
+    if loop.start > steps:
+        raise ConfigError(f"the loop is to start after step {loop.start}, but has {steps} steps. Raise steps.")
+    if not isinstance(loop.held_out, Mapping):
+        raise ConfigError(
+            f"held_out of the loop must map names to microbatches, such as {{'held_out': batches}}, not "
+            f"{type(loop.held_out).__name__}."
+        )
+    if callable(loop.batches) and loop.accumulate != 1:
+        raise ConfigError("accumulate is for batches that are iterable; a function gives all microbatches of a step.")
+    if checkpointer is None and loop.on_bad_step.do == "rewind":
+        raise ConfigError("on_bad_step=rewind needs a checkpointer to go back with: give the loop one, or set skip.")
+    if checkpointer is None and (loop.save_every is not None or loop.save_after_s is not None):
+        raise ConfigError("save_every and save_after_s need a checkpointer: give the loop one, or leave them out.")
+    if loop.save_after_s is not None and not loop.save_after_s > 0:
+        raise ConfigError(f"save_after_s must be above 0, in seconds, not {loop.save_after_s!r}.")
+    _check_sets(loop)
+    return {
+        "steps": steps,
+        "the kind of batches": "a function" if callable(loop.batches) else "an iterable",
+        "the number of steps in a pass": steps_in_a_pass(loop.batches, loop.accumulate),
+        "scheduler": loop.scheduler is not None,
+        "the names of held_out": list(loop.held_out),
+        "ema": loop.ema and loop.ema.config,
+        "checkpointer": checkpointer and (checkpointer.keep_best, checkpointer.best_of),
+        "signals": loop.signals and loop.signals.names,
+        **{name: getattr(loop, name) for name in _EQUAL},
+    }
+
+
+def _check_sets(loop: Loop) -> None:
+    names, stopping, checkpointer = loop.evaluated_sets, loop.early_stopping, loop.checkpointer
+    known = ", ".join(names) or "none"
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"held_out of the loop has a set {twice!r}, which is what averages are called. Rename it.")
+    if stopping is not None and stopping.set not in names:
+        raise ConfigError(f"early_stopping looks at the set {stopping.set!r}; the loop's are: {known}.")
+    if stopping is not None and loop.eval_every is None:
+        raise ConfigError("early_stopping needs evaluations before the end: set eval_every.")
+    if checkpointer is not None and checkpointer.keep_best and checkpointer.best_of not in names:
+        raise ConfigError(f"keep_best looks at the set {checkpointer.best_of!r}; the loop's are: {known}.")

@@ -1,4 +1,9 @@
-"""One optimizer step of a loop: draw, forward and backward, clip, judge, step."""
+"""One optimizer step of a loop: draw, forward and backward, clip, judge, step; and the time of each part.
+
+[Note: device times] Where the host only issues work, parts are measured between events in the device's stream. They are
+read when the step's values have been read, for which the host waits anyway; the optimizer's is read one step later.
+Never run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +12,34 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...base.errors import BatchError, NotFiniteError, TrainingError
-from ...events.step import StepResult
-from ...mesh.mesh import Mesh
+from ..._compat import profiling
+from ...base.errors import NotFiniteError, TrainingError
+from ...events.step import MARK, StepResult
 from ...strategy.contract import StrategyManager
 from ...tensors.ops import is_accelerator, moments_of
-from .ahead import Ahead
-from .bad_steps import Bad, BadStepConfig, BadSteps, Rewinds
-from .batches import Passes, state_of_rank, step_seed
+from .batches import Ahead, begun_ahead
 from .extension import Moment
+from .monitors import Bad, BadStepConfig, BadSteps, Rewinds
 from .options import Loop
-from .stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from ...mesh.progress import Progress
+
 
 _STATM = Path("/proc/self/statm")
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of getrusage."""
-
-
-def begun_ahead(manager: StrategyManager, loop: Loop) -> Ahead:
-    """Return what draws the microbatches of a loop."""
-    batches = loop.batches
-    if not callable(batches):
-        batches = _passes(loop, manager.mesh)
-    return Ahead(manager, batches, seed=loop.seed, objective=loop.objective, signals=loop.signals)
-
-
-def _passes(loop: Loop, mesh: Mesh) -> Passes:
-    source, run_seed = loop.batches, loop.seed
-    if not isinstance(source, Iterable):
-        raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
-    state = state_of_rank((loop.state or {}).get("batches"), mesh)
-    seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
-    return Passes(source, accumulate=loop.accumulate, state=state, seed=seed)
 
 
 def train_step(
@@ -61,14 +52,8 @@ def train_step(
     *,
     look: Callable[[Moment], None] = lambda _: None,
 ) -> StepResult:
-    """Run one optimizer step, counted from 0; see `fit`.
-
-    Args:
-        ahead: of the loop; draws the next step within this one. None: nothing is drawn ahead.
-        stopwatch: of the loop.
-        bad_steps: of the loop; None: a bad step is an error.
-        look: called when the gradients are "whole", and when they are "clipped".
-    """
+    """Run one optimizer step, counted from 0; see `fit`. `ahead` draws the next step within this one; `look` is called
+    when the gradients are "whole" and when they are "clipped"; without `bad_steps` a bad step is an error."""
     stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
     stopwatch.begin(step + 1)
     bad_steps = bad_steps or BadSteps(BadStepConfig())
@@ -76,7 +61,12 @@ def train_step(
     microbatches, num_tokens = (ahead or begun_ahead(manager, loop)).take(draw)
     stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
-    sums, norms = manager.last_sums, _norms(manager, loop, step + 1, stopwatch)
+    sums, norms = manager.last_sums, dict[str, float]()
+    measures = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
+    stopwatch.end("forward_backward", "norms" if measures else "clip")
+    if measures:
+        norms = manager.gradient_norms()
+        stopwatch.end("norms", "clip")
     look("whole")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     look("clipped")
@@ -89,6 +79,9 @@ def train_step(
     stopwatch.end("read", "optimizer")
     scheduled = _stepped(manager, loop, step + 1, bad, rewinds=bad_steps.config.do == "rewind")
     stopwatch.end("optimizer")
+    # By parameter group: under its name, if that is unique, or else its number.
+    names = [group.get("name") for group in manager.optimizer.param_groups]
+    told = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
     return StepResult(
         step=step + 1,
         steps=loop.num_steps,
@@ -101,23 +94,12 @@ def train_step(
         sums=sum_values,
         ended=time.time(),
         times=stopwatch.take(),
-        learning_rates=_by_group(manager, scheduled),
+        learning_rates=dict(zip(told, map(float, scheduled), strict=False)),
         norms=norms,
         memory=memory_now(manager.mesh.device),
         skipped="" if bad is None else bad.reason,
         world_size=manager.mesh.world.size,
     )
-
-
-def _norms(manager: StrategyManager, loop: Loop, step: int, stopwatch: Stopwatch) -> dict[str, float]:
-    """Measure norms of the gradients by block right after the backward pass, in steps that ask for it."""
-    if loop.norms_every is None or step % loop.norms_every:
-        stopwatch.end("forward_backward", "clip")
-        return {}
-    stopwatch.end("forward_backward", "norms")
-    norms = manager.gradient_norms()
-    stopwatch.end("norms", "clip")
-    return norms
 
 
 def _judged(
@@ -136,16 +118,9 @@ def _judged(
 
 
 def _stepped(manager: StrategyManager, loop: Loop, step: int, bad: Bad | None, *, rewinds: bool) -> list[Any]:
-    """Step the optimizer unless the step is bad, and return the learning rates of its groups.
-
-    Raises:
-        Rewinds: the step is bad, and takes the run back.
-    """
-    scheduler = loop.scheduler
-    if scheduler is None:
-        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
-    else:
-        scheduled = scheduler.get_last_lr()
+    """Step the optimizer unless the step is bad, and return the learning rates of its groups."""
+    scheduler, groups = loop.scheduler, manager.optimizer.param_groups
+    scheduled = [group["lr"] for group in groups] if scheduler is None else scheduler.get_last_lr()
     if bad is None:
         with groups_stepped() as stepped:
             manager.optimizer_step()
@@ -157,13 +132,6 @@ def _stepped(manager: StrategyManager, loop: Loop, step: int, bad: Bad | None, *
     if scheduler is not None:
         scheduler.step()
     return scheduled
-
-
-def _by_group(manager: StrategyManager, rates: Sequence[float]) -> dict[str, float]:
-    """Return learning rates by parameter group: under its name, if that is unique, or else its number."""
-    names = [group.get("name") for group in manager.optimizer.param_groups]
-    told = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
-    return dict(zip(told, map(float, rates), strict=False))
 
 
 @contextmanager
@@ -187,29 +155,20 @@ def groups_stepped() -> Iterator[list[dict[str, Any]]]:
 
 
 def check_rates(scheduled: Sequence[Any], stepped: Sequence[Mapping[str, Any]], *, step: int) -> None:
-    """Refuse to go on where a step was made with a learning rate that is not the schedule's.
-
-    Args:
-        scheduled: rates by parameter group.
-        stepped: as `groups_stepped` collects them.
-        step: number of the step, from 1.
-
-    Raises:
-        TrainingError: on the ranks that it happened on.
-    """
+    """Refuse to go on where a step was made with a learning rate that is not the schedule's."""
     told = {float(rate) for rate in scheduled}
     used = {float(group["lr"]) for group in stepped if group["params"] and "lr" in group}
+
+    def listed(rates: set[float]) -> str:
+        return ", ".join(f"{rate:.6g}" for rate in sorted(rates))
+
     if not used <= told:
         raise TrainingError(
-            f"step {step} was made with the learning rate {_listed(used - told)}, but the schedule says "
-            f"{_listed(told)}. An optimizer of the strategy does not heed the parameter groups that the schedule "
+            f"step {step} was made with the learning rate {listed(used - told)}, but the schedule says "
+            f"{listed(told)}. An optimizer of the strategy does not heed the parameter groups that the schedule "
             f"sets. Checkpoints of earlier steps in this process are wrong in the same way; resume under a strategy "
             f"that passes `meshwright check`, from a checkpoint before."
         )
-
-
-def _listed(rates: set[float]) -> str:
-    return ", ".join(f"{rate:.6g}" for rate in sorted(rates))
 
 
 def memory_now(device: torch.device) -> dict[str, int]:
@@ -223,8 +182,81 @@ def memory_now(device: torch.device) -> dict[str, int]:
         # The system counts peaks less often.
         found["host_peak"] = max(found["host_peak"], found["host"])
     if is_accelerator(device):
-        found["allocated"] = torch.accelerator.memory_allocated(device)
-        found["allocated_peak"] = torch.accelerator.max_memory_allocated(device)
-        found["reserved"] = torch.accelerator.memory_reserved(device)
-        found["reserved_peak"] = torch.accelerator.max_memory_reserved(device)
+        for kind in ("allocated", "reserved"):
+            found[kind] = getattr(torch.accelerator, f"memory_{kind}")(device)
+            found[f"{kind}_peak"] = getattr(torch.accelerator, f"max_memory_{kind}")(device)
     return found
+
+
+ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
+"""Parts whose work is done by the device."""
+
+
+def marked(name: str) -> AbstractContextManager[object]:
+    """Name a part of a run for torch's profiler; does nothing where none runs."""
+    return profiling.marked(MARK + name)
+
+
+class Stopwatch:
+    """Times the parts of steps, one after the other."""
+
+    def __init__(
+        self,
+        moment: Callable[[], Any] | None,
+        progress: Progress | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._moment, self._clock, self._progress = moment, clock, progress
+        self._times: dict[str, float] = defaultdict(float)
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._began = self._since = clock()
+        self._event: Any = None
+        self._mark: AbstractContextManager[object] | None = None
+
+    def begin(self, step: int = 0, part: str = "data") -> None:
+        """Begin a step, counted from 1, and its first part."""
+        if self._progress is not None:
+            self._progress.begin(step, part)
+        self._marks(part)
+        self._began = self._since = self._clock()
+
+    def end(self, part: str, then: str | None = None) -> None:
+        """End the current part. A part may come in pieces."""
+        if self._progress is not None:
+            self._progress.enter(then or "callbacks")
+        self._marks(then)
+        now = self._clock()
+        if self._moment is not None:
+            event = self._moment()
+            if part in ON_DEVICE and self._event is not None:
+                self._spans.append((part, self._event, event))
+            self._event = event
+        if self._moment is None or part not in ON_DEVICE:
+            self._times[part] += now - self._since
+        self._since = now
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the host's clock from the beginning of the step to the end of its last part."""
+        return self._since - self._began
+
+    def _marks(self, part: str | None) -> None:
+        # A step that has failed leaves its last mark open; the next one closes it.
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+        self._mark = marked(part) if part is not None and profiling.is_profiled() else None
+        if self._mark is not None:
+            self._mark.__enter__()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by part that are known by now; see [Note: device times]."""
+        waiting = []
+        for part, start, end in self._spans:
+            if end.query():
+                self._times[part] += start.elapsed_time(end) / 1e3
+            else:
+                waiting.append((part, start, end))
+        self._spans = waiting
+        found, self._times = dict(self._times), defaultdict(float)
+        return found

@@ -49,12 +49,7 @@ class Key(NamedTuple):
 
 
 class Verifier(LoopExtension):
-    """Compares the memory of a rank between steps of the optimizer, and replicas; see [Note: silent corruption].
-
-    Args:
-        manager: with its optimizer.
-        every: steps between comparisons of replicas.
-    """
+    """Compares the memory of a rank between steps of the optimizer, and replicas; see [Note: silent corruption]."""
 
     def __init__(self, manager: StrategyManager, every: int) -> None:
         self._manager, self._every = manager, every
@@ -85,11 +80,7 @@ class Verifier(LoopExtension):
         self.forget()
 
     def verify(self, step: int) -> None:
-        """Compare what several ranks hold after a step. Collective.
-
-        Raises:
-            TrainingError: bits have changed, or differ; on all ranks, with the ranks concerned.
-        """
+        """Compare what several ranks hold after a step. Collective."""
         world, found = self._manager.mesh.world, self._state()
         # Since the last step of the optimizer nothing may have written there, either.
         self._note(found)
@@ -99,17 +90,17 @@ class Verifier(LoopExtension):
         dist.gather_object(told, every if world.rank == 0 else None, group=world.group, group_dst=0)
         box: list[Any] = [None]
         if world.rank == 0:
-            box = [judged([each[1] for each in every])]
+            odd, number = judged([values for _, values, _ in every])
             changed = [(rank, host, names) for rank, (names, _, host) in enumerate(every) if names]
-            box = [(changed, *box[0], [each[2] for each in every])] if changed or box[0][0] else [None]
+            if changed or odd:
+                box = [(changed, odd, number, [host for *_, host in every])]
         dist.broadcast_object_list(box, group=world.group, group_src=0)
         if box[0] is None:
             return
         changed, odd, number, hosts = box[0]
-        name = [numbers[number][0] if number in numbers else ""]
         names: list[Any] = [None] * world.size
-        dist.all_gather_object(names, name[0], group=world.group)
-        raise TrainingError(_told(step, changed, odd, next((each for each in names if each), ""), hosts))
+        dist.all_gather_object(names, numbers[number][0] if number in numbers else "", group=world.group)
+        raise TrainingError(_told(step, changed, odd, next(filter(None, names), ""), hosts))
 
     def _look(self) -> None:
         self._note(self._state())
@@ -142,14 +133,7 @@ def _read(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def judged(every: Sequence[Mapping[int, int]]) -> tuple[list[int], int]:
-    """Find the ranks whose fingerprints differ from the majority's.
-
-    Args:
-        every: fingerprints by key, of each rank.
-
-    Returns:
-        The ranks, all of them without a majority, and the first key in which they differ; nothing and 0 if all agree.
-    """
+    """Find the ranks whose fingerprints differ from the majority's."""
     holders: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, found in enumerate(every):
         for key, value in found.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,7 @@ class Fate(Enum):
 
 
 def check_restarts(config: RunConfig) -> None:
-    """Refuse, at the first attempt, restarts by torchrun that could not resume.
-
-    Raises:
-        ConfigError: the run saves no checkpoints, or would start anew each time; or it copies state to memory, and
-            nothing would restart it.
-    """
+    """Refuse, at the first attempt, restarts by torchrun that could not resume."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if config.checkpoint.replicate is not None and started_elsewhere() and restarts in ("", "0"):
         raise ConfigError(
@@ -62,15 +58,7 @@ def why_it_cannot_resume(config: RunConfig) -> tuple[str, str] | None:
 
 
 def check_output(config: RunConfig, steps: int | None) -> Fate:
-    """Decide what happens to the output directory; nothing is changed.
-
-    Args:
-        steps: of the run; None: not known yet, so that nothing is refused that depends on them.
-
-    Raises:
-        ConfigError: it cannot be written, or holds what may not be replaced.
-        CheckpointError: a directory of checkpoints cannot be read, or `resume` names none.
-    """
+    """Decide what happens to the output directory; nothing is changed."""
     directory = RunDirectory.of(config)
     path = directory.path
     if path.exists() and not path.is_dir():
@@ -100,12 +88,13 @@ def _fate(config: RunConfig, directory: RunDirectory, steps: int | None) -> Fate
         read_manifest(given)
         if given.parent.is_same(directory.checkpoints) or given.parent.parent.is_same(directory.checkpoints):
             return Fate.GO_ON
-    finished = directory.summary.exists()
-    begun = config.checkpoint.saves and directory.run_file.exists()
-    if source == AUTO and not finished and (all_in(directory.checkpoints) or begun):
-        return Fate.GO_ON
-    if source == AUTO and finished and _finished_goes_on(config, directory, steps):
-        return Fate.GO_ON
+    if source == AUTO and directory.summary.exists():
+        if _finished_goes_on(config, directory, steps):
+            return Fate.GO_ON
+    elif source == AUTO:
+        begun = config.checkpoint.saves and directory.run_file.exists()
+        if all_in(directory.checkpoints) or begun:
+            return Fate.GO_ON
     held = []
     if not directory.is_empty():
         held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
@@ -161,12 +150,9 @@ def _trains(config: RunConfig, **without: Any) -> RunConfig:
 
 def _run_before(directory: RunDirectory) -> RunConfig | None:
     """Return the run file in a directory; None if there is none that can be read."""
-    if not directory.run_file.is_file():
-        return None
-    try:
-        return load_run(directory.run_file)
-    except ConfigError:
-        return None
+    with suppress(ConfigError):
+        return load_run(directory.run_file) if directory.run_file.is_file() else None
+    return None
 
 
 def named_before(directory: RunDirectory) -> Folder | None:
@@ -182,16 +168,13 @@ def began_from(directory: RunDirectory, given: Folder) -> bool:
     if directory.summary.exists():
         return False
     before = named_before(directory)
-    return (before is not None and before.is_same(given)) or any(
-        _named(place) == str(given) for place in all_in(directory.checkpoints)
-    )
-
-
-def _named(checkpoint: Folder) -> str | None:
-    try:
-        return read_manifest(checkpoint).extra.get("named")
-    except CheckpointError:
-        return None
+    if before is not None and before.is_same(given):
+        return True
+    for place in all_in(directory.checkpoints):
+        with suppress(CheckpointError):
+            if read_manifest(place).extra.get("named") == str(given):
+                return True
+    return False
 
 
 def _read_summary(path: Path) -> tuple[int, int]:

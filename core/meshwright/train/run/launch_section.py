@@ -1,14 +1,103 @@
-"""The section `launch` of a run file: what a cluster must know of the job beside the run. No torch in this module."""
+"""The section `launch` of a run file, and secrets: read from the environment, and hidden in what a run writes.
+
+In run.yaml, checkpoints and trackers a value that looks like a secret is written as `{from_env: NAME}` if it is a
+variable of `launch.env`, and else as ***. No torch in this module.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ...base.errors import ConfigError
 from ...base.validation import FrozenModel
 from ...mesh.sizes import Size
-from .hidden_values import FromEnvironment
+
+HIDDEN = "***"
+_SECTIONS = ("launch", "trackers")
+"""Sections in which names count; elsewhere "token" is a part of a text."""
+_NAME = re.compile(
+    r"passw(or)?d|passphrase|(^|[_-])(token|secrets?|pwd|api_?keys?|access_?keys?(_id)?|private_?keys?|ssh_?keys?|"
+    r"credentials?|auth|authorization|cookies?|netrc|dsn)([_-]|$)|pass$|(^|[_-])keys?$",
+    re.IGNORECASE,
+)
+_VALUE = re.compile(
+    # A password in a URL, or a secret in its query.
+    r"[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]+@|[?&](\w*(token|secret|password|signature|api_?key))=[^&\s]|"
+    # What services call theirs: Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Slack, Google; a JSON web
+    # token; a private key.
+    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|"
+    r"\bglpat-[\w-]{16,}|\b(AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{30,}|"
+    r"\beyJ[\w-]{8,}\.[\w-]{8,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(r"""\b([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|"'$]+)""")
+"""Assignments in a line of shell."""
+
+
+class FromEnvironment(FrozenModel):
+    """A value of an environment variable of the process that starts the run."""
+
+    from_env: str
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a value is a secret by its name, or by how it looks."""
+    return bool(value) and (_NAME.search(name) is not None or _VALUE.search(value) is not None)
+
+
+def without_assigned(line: str) -> str:
+    """Hide the secrets that a line of shell assigns to variables."""
+    return _ASSIGNED.sub(lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1], found[2]) else found[0], line)
+
+
+def resolved(value: Any, where: str) -> Any:
+    """Replace each `{from_env: NAME}` in a value."""
+    if isinstance(value, FromEnvironment):
+        return resolved({"from_env": value.from_env}, where)
+    if isinstance(value, Mapping):
+        if value.keys() == {"from_env"} and isinstance(value["from_env"], str):
+            name = value["from_env"]
+            if name not in os.environ:
+                raise ConfigError(
+                    f"{where} is to be taken from the environment variable {name} (from_env), which is not set. Set it "
+                    f"where you start the command."
+                )
+            return os.environ[name]
+        return {key: resolved(each, f"{where}.{key}") for key, each in value.items()}
+    if isinstance(value, list):
+        return [resolved(each, where) for each in value]
+    return value
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a run file with secrets hidden."""
+    found: dict[str, Any] = {key: _without(key, value, named=key in _SECTIONS) for key, value in values.items()}
+    launch = values.get("launch")
+    if isinstance(launch, Mapping) and isinstance(env := launch.get("env"), Mapping):
+        shown = found["launch"]["env"]
+        found["launch"]["env"] = {
+            name: {"from_env": name} if isinstance(value, str) and is_secret(name, value) else shown[name]
+            for name, value in env.items()
+        }
+    if isinstance(launch, Mapping) and isinstance(lines := found["launch"].get("setup"), list):
+        found["launch"]["setup"] = [without_assigned(each) if isinstance(each, str) else each for each in lines]
+    return found
+
+
+def _without(name: str, value: Any, *, named: bool) -> Any:
+    if isinstance(value, Mapping):
+        if value.keys() == {"from_env"}:
+            return dict(value)
+        return {key: _without(str(key), each, named=named) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without(name, each, named=named) for each in value]
+    return HIDDEN if isinstance(value, str) and is_secret(name if named else "", value) else value
+
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Word = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -19,33 +108,29 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[MGT]$")]
 class SlurmSection(FrozenModel):
     """What Slurm takes."""
 
-    partition: Word | None = Field(default=None, description="Where to queue; null: the cluster's default.")
-    account: Word | None = Field(default=None, description="Who pays.")
-    qos: Word | None = Field(default=None, description="Quality of service.")
-    constraint: Word | None = Field(default=None, description="Features that nodes must have.")
+    partition: Word | None = Field(None, description="Where to queue; null: the cluster's default.")
+    account: Word | None = Field(None, description="Who pays.")
+    qos: Word | None = Field(None, description="Quality of service.")
+    constraint: Word | None = Field(None, description="Features that nodes must have.")
     options: list[Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]] = Field(
-        default=[], description="Further options of sbatch, such as --exclusive."
+        [], description="Further options of sbatch, such as --exclusive."
     )
 
 
 class KubernetesSection(FrozenModel):
     """What Kubernetes takes."""
 
-    kind: Literal["JobSet", "TrainJob", "PyTorchJob"] = Field(
-        default="JobSet", description="Of the job; Kubeflow's v2 and v1."
-    )
-    namespace: Word | None = Field(default=None, description="null: that of kubectl's context.")
-    image: Word | None = Field(default=None, description="With meshwright and what the strategy needs.")
-    claim: Word | None = Field(
-        default=None, description="A volume claim that all pods can write, on which output_dir is."
-    )
+    kind: Literal["JobSet", "TrainJob", "PyTorchJob"] = Field("JobSet", description="Of the job; Kubeflow's v2 and v1.")
+    namespace: Word | None = Field(None, description="null: that of kubectl's context.")
+    image: Word | None = Field(None, description="With meshwright and what the strategy needs.")
+    claim: Word | None = Field(None, description="A volume claim that all pods can write, on which output_dir is.")
     mount: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
-        default="/data", description="Where the claim is seen."
+        "/data", description="Where the claim is seen."
     )
-    queue: Word | None = Field(default=None, description="A local queue of Kueue.")
-    runtime: Word = Field(default="torch-distributed", description="Of a TrainJob: the cluster's training runtime.")
-    gpu_resource: Word = Field(default="nvidia.com/gpu", description="What a GPU is called.")
-    node_selector: dict[str, str] = Field(default={}, description="Labels that nodes must have.")
+    queue: Word | None = Field(None, description="A local queue of Kueue.")
+    runtime: Word = Field("torch-distributed", description="Of a TrainJob: the cluster's training runtime.")
+    gpu_resource: Word = Field("nvidia.com/gpu", description="What a GPU is called.")
+    node_selector: dict[str, str] = Field({}, description="Labels that nodes must have.")
     service_account: Word | None = None
 
 
@@ -53,62 +138,54 @@ class SkyPilotSection(FrozenModel):
     """What SkyPilot takes."""
 
     accelerators: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = Field(
-        default=None, description="The type alone, such as H100; how many follows from the ranks. null: CPUs."
+        None, description="The type alone, such as H100; how many follows from the ranks. null: CPUs."
     )
-    infra: Word | None = Field(default=None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest.")
-    image: Word | None = Field(default=None, description="A machine image, or docker:NAME.")
-    use_spot: bool = Field(
-        default=True, description="Machines that may be taken away; the job is begun anew elsewhere."
-    )
+    infra: Word | None = Field(None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest.")
+    image: Word | None = Field(None, description="A machine image, or docker:NAME.")
+    use_spot: bool = Field(True, description="Machines that may be taken away; the job is begun anew elsewhere.")
     mounts: dict[str, str] = Field(
-        default={}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
+        {}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
     )
-    workdir: Word | None = Field(default=None, description="A directory that is copied to all machines.")
+    workdir: Word | None = Field(None, description="A directory that is copied to all machines.")
 
 
 class RaySection(FrozenModel):
     """What Ray takes."""
 
-    address: Word | None = Field(
-        default=None, description="Of the dashboard, such as http://head:8265; null: as ray finds it."
-    )
+    address: Word | None = Field(None, description="Of the dashboard, such as http://head:8265; null: as ray finds it.")
 
 
 class LaunchConfig(FrozenModel):
     """What a cluster must know of a job; see `meshwright launch`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] | None = Field(
-        default=None,
-        description="Of the job: small letters, digits and -, a letter first; null: made from that of output_dir.",
+        None, description="Of the job: small letters, digits and -, a letter first; null: made from that of output_dir."
     )
-    nodes: Size = Field(default=1, description="Machines.")
-    ranks_per_node: Size | None = Field(default=None, description="null: gpus_per_node, or nproc where it is a number.")
+    nodes: Size = Field(1, description="Machines.")
+    ranks_per_node: Size | None = Field(None, description="null: gpus_per_node, or nproc where it is a number.")
     gpus_per_node: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None, description="null: one for each rank, or none where device is cpu."
+        None, description="null: one for each rank, or none where device is cpu."
     )
-    cpus_per_rank: Size | None = Field(default=None, description="null: as the cluster has it.")
-    memory_per_node: Memory | None = Field(default=None, description="Such as 64G; null: as the cluster has it.")
+    cpus_per_rank: Size | None = Field(None, description="null: as the cluster has it.")
+    memory_per_node: Memory | None = Field(None, description="Such as 64G; null: as the cluster has it.")
     time_limit: Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")] | None = Field(
-        default=None,
+        None,
         description="Of one allocation: 90m, 12h or 2d; null: as the cluster has it. A TrainJob or PyTorchJob ends for "
         "good with it.",
     )
     grace_s: Annotated[int, Field(ge=10, le=3600)] = Field(
-        default=120,
+        120,
         description="Seconds between the signal and the end: two steps, evaluations that are due, and two checkpoints.",
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        default=10,
+        10,
         description="How often a job that has failed is begun anew, besides those that were pre-empted. Slurm's "
         "are not: only pre-empted ones, and those whose time was up.",
     )
-    python: Word = Field(default="python", description="The interpreter on the nodes that has meshwright.")
-    setup: list[Word] = Field(
-        default=[], description="Lines of shell before the ranks start, such as module load cuda."
-    )
+    python: Word = Field("python", description="The interpreter on the nodes that has meshwright.")
+    setup: list[Word] = Field([], description="Lines of shell before the ranks start, such as module load cuda.")
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str | FromEnvironment] = Field(
-        default={},
-        description="Variables of all ranks: a text, or {from_env: NAME} for the value where the job is made.",
+        {}, description="Variables of all ranks: a text, or {from_env: NAME} for the value where the job is made."
     )
     slurm: SlurmSection = SlurmSection()
     kubernetes: KubernetesSection = KubernetesSection()

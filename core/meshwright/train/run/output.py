@@ -28,9 +28,8 @@ from ...files.terminal import plain, styled
 from ...files.writing import write_whole
 from ...model.adapter import ADAPTER_CONFIG
 from ...strategy.contract import StrategyManager
-from .curve import draw_loss_curve
 from .preflight import Plan
-from .report import show, shown
+from .report import draw_loss_curve, show, shown
 from .run_directory import ON_THE_WAY, RunDirectory
 from .run_file import RunConfig
 from .run_sections import HELD_OUT, SampleConfig
@@ -44,6 +43,7 @@ _BEGINNING = 16
 def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int) -> None:
     """Write the model after a step as a Hugging Face directory, each rank a part of it; and the averaged weights as
     another, if the run asks for it. Collective."""
+    averages = config.ema is not None and config.ema.export
     world, directory = manager.mesh.world, RunDirectory.of(config)
     world.progress.enter("exporting")
     checkpoint, model, averaged = (directory.path / name for name in ON_THE_WAY)
@@ -51,17 +51,13 @@ def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int
     place = place_of(checkpoint, Access(retries=config.checkpoint.retries))
     save_checkpoint(manager, place, step=step, tokenizer=plan.tokenizer(config.data), with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
-    if exports_average(config):
+    if averages:
         export_checkpoint(checkpoint, averaged, average=True, world=world)
     if world.rank == 0:
         put_in_place(model, directory.model)
-        if exports_average(config):
+        if averages:
             put_in_place(averaged, directory.averaged_model)
         shutil.rmtree(checkpoint)
-
-
-def exports_average(config: RunConfig) -> bool:
-    return config.ema is not None and config.ema.export
 
 
 def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Console) -> None:
@@ -78,7 +74,8 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
         text = generate_sample(model, tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
         console.print(styled("\n[bold]sample[/bold]"))
         show(text, console)
-    averaged = f"{directory.averaged_model} (with averaged weights), " if exports_average(config) else ""
+    averages = config.ema is not None and config.ema.export
+    averaged = f"{directory.averaged_model} (with averaged weights), " if averages else ""
     adapted = plan.model.base is not None
     what = "an adapter of peft" if adapted else "a Hugging Face directory"
     show(
@@ -156,11 +153,7 @@ def load_trained(directory: Path, base: Path | None) -> Any:
 
 
 def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, rows: Rows, *, seed: int) -> str:
-    """Return the prompt and its continuation; at temperature 0 the likeliest one.
-
-    Args:
-        rows: held-out rows; the first begins with the prompt, if `config` has none.
-    """
+    """Return the prompt and its continuation; at temperature 0 the likeliest one."""
     torch.manual_seed(seed)
     prompt = beginning(rows) if config.prompt is None else tokenizer(config.prompt, return_tensors="pt")["input_ids"]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, ModelError
 from ...base.types import Objective
+from ...checkpoint import read_manifest
+from ...checkpoint.directory import HUGGING_FACE
 from ...data import (
     DataConfig,
     PreparedData,
@@ -27,25 +31,31 @@ from ...data import (
     load_tokenizer,
     prepare,
 )
-from ...data.chat_template import read_chat_template
+from ...data.encoding.chat_template import read_chat_template
 from ...launch.open_world import find_device, missing_driver
 from ...mesh.mesh import Mesh
 from ...mesh.sizes import Degrees
+from ...mesh.world import World
+from ...model.adapter_base import Base
+from ...model.adapter_options import AdapterOptions, adapt, adapter_options, check_base
+from ...model.build import build_model, dtype_of
 from ...model.configuration import model_config
-from ...model.layout import model_size
+from ...model.pretrained import commit_of, find_directory, find_on_all
+from ...model.remote_code import check_needs_no_code, is_commit, trust_code
+from ...model.size import model_size
+from ...model.weights import Weights
 from ...objectives.registry import get_objective
 from ...optim.build import try_optimization
 from ...profile.config import check_profile
 from ...step.objective import Given
 from ...strategy.registry import get_registry, model_layout
 from ...strategy.stack import Stack, resolve
-from .columns import columns_to_compute
+from ..from_pretrained import base_at
 from .fate import check_output, check_restarts
-from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
+from .model_trial import can_be_tried, check_memory, columns_to_compute, memory_of_node, try_model, try_rows
 from .resume import check_source
 from .run_directory import RunDirectory
 from .run_file import RunConfig, ScheduleConfig
-from .run_model import RunModel, find_model
 from .run_sections import HELD_OUT
 from .trackers import chosen
 
@@ -57,11 +67,8 @@ ORDER = 2
 class Plan:
     """A run that has been checked, as far as that is possible without ranks.
 
-    Attributes:
-        needs_reference: whether log-probabilities of the weights that it begins with are to be computed first.
-        schedule: with its warm-up in steps.
-        rows_tried: whether the model is known to isolate documents of a row, and padding; else it is tried as it runs.
-        identity: what must be equal for a run to resume as if it had not been interrupted; values of JSON.
+    Where not `rows_tried`, the model is tried as it runs, whether it isolates documents of a row. `identity` is what
+    must be equal for a run to resume as if it had not been interrupted; values of JSON.
     """
 
     stack: Stack
@@ -90,12 +97,6 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     """Check a run and prepare its data; issues no collective.
 
     One thing, since each check needs what the ones before have found.
-
-    Args:
-        commit: of the model on the hub, where ranks have agreed on one.
-
-    Raises:
-        MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
     """
     stack, degrees, micro_batch_size = layout_of(config, world_size)
     chosen(config.trackers)
@@ -130,7 +131,12 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
             f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
-    objective = _objective(config.objective)
+    objective = None if config.objective is None else get_objective(config.objective)
+    if objective is not None and (given := Given(objective)).on != "tokens":
+        raise ConfigError(
+            f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
+            f"script: see docs/objectives.md."
+        )
     needs_reference = columns_to_compute(objective, rows)
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
@@ -152,11 +158,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
 
 
 def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
-    """Return the strategies, the degrees and the microbatch size of a run on `world_size` ranks.
-
-    Raises:
-        MeshwrightError: sizes, batch size and ranks do not fit together, or a strategy cannot be used.
-    """
+    """Return the strategies, the degrees and the microbatch size of a run on `world_size` ranks."""
     stack, degrees = resolve(
         config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
     )
@@ -166,14 +168,7 @@ def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:
-    """Return the optimizer steps of a run whose length is given in epochs.
-
-    Args:
-        rows: of an epoch; None: unknown.
-
-    Raises:
-        ConfigError: it is unknown, or the schedule's warm-up is longer.
-    """
+    """Return the optimizer steps of a run whose length is given in epochs."""
     if rows is None:
         raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
     steps = max(1, math.ceil(Fraction(str(config.epochs)) * rows / config.batch_size))
@@ -191,35 +186,12 @@ def masks_padding(hf_config: Any) -> bool:
 
 
 def data_and_model_config(config: RunConfig, model: RunModel | None = None) -> tuple[PreparedData, Any]:
-    """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them.
-
-    Raises:
-        DataError: the corpus or the tokenizer cannot be used.
-        ModelError: the model's section is not valid.
-    """
+    """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them."""
     directory = (model or find_model(config.model)).directory
     own_tokenizer = directory if directory is not None and holds_tokenizer(directory) else None
     data = prepare(config.data, tokenizer_dir=own_tokenizer)
     tokenizer = load_tokenizer(data.tokenizer_dir)
     return data, model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len, directory=directory)
-
-
-def _objective(asked: Any) -> Objective | None:
-    """Return what is minimized.
-
-    Raises:
-        ConfigError: it cannot be made, or is for models of another kind.
-    """
-    if asked is None:
-        return None
-    found = get_objective(asked)
-    given = Given(found)
-    if given.on != "tokens":
-        raise ConfigError(
-            f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
-            f"script: see docs/objectives.md."
-        )
-    return found
 
 
 def processes(config: RunConfig) -> int:
@@ -235,9 +207,16 @@ def _identity(
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
+    # What else the rows and their order follow from; nothing for a stream of one source.
+    kind, weights = config.data.packing_kind(), [source.weight for source in config.data.training_sources()]
+    layout: dict[str, Any] = {} if kind == "stream" else {"packing": kind}
+    if any(each is not None for each in weights):
+        layout["weights"] = weights
+    if len(data.sources) > 1:
+        layout |= {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32"), **run_model.identity(config.model)},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data, data)},
+        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **layout},
         "seed": config.seed,
         "batch_size": config.batch_size,
         # What a checkpoint has not saved differs from nothing.
@@ -251,18 +230,6 @@ def _identity(
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return plain
-
-
-def _layout(config: DataConfig, data: PreparedData) -> dict[str, Any]:
-    """Return what else the rows and their order follow from; nothing for a stream of one source."""
-    kind = config.packing_kind()
-    weights = [source.weight for source in config.training_sources()]
-    found: dict[str, Any] = {} if kind == "stream" else {"packing": kind}
-    if any(each is not None for each in weights):
-        found["weights"] = weights
-    if len(data.sources) > 1:
-        found |= {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
-    return found
 
 
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
@@ -281,3 +248,81 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> lis
         f"{plan.data.documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens to train "
         f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {plan.steps} steps",
     ]
+
+
+_WHERE = "model.peft"
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """What is known of a run's model before it is made."""
+
+    directory: Path | None = None
+    adapters: AdapterOptions | None = None
+    base: Base | None = None
+
+    def dtype(self, section: Mapping[str, Any]) -> torch.dtype:
+        """Return the dtype of the parameters, except those of adapters."""
+        return (self.adapters and self.adapters.base_dtype) or dtype_of(section)
+
+    def identity(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what must be equal for a run to resume; values of JSON."""
+        if self.base is None:
+            return {}
+        return {"peft": dict(section["peft"]), "base": self.base.fingerprint}
+
+
+def fetch_model(section: Mapping[str, Any], world: World) -> str | None:
+    """Download the model of a run file on every node, and return its commit if it is one of the hub. Collective."""
+    if "path" not in section:
+        return None
+    return commit_of(section["path"], find_on_all(section["path"], world, **_wanted(section)))
+
+
+def find_model(section: Mapping[str, Any], *, commit: str | None = None) -> RunModel:
+    """Find the model of a run file; download it if it is one of the hub."""
+    if "checkpoint" in section:
+        checkpoint = Path(section["checkpoint"]).expanduser()
+        manifest = read_manifest(checkpoint)
+        if manifest.base is not None:
+            raise ModelError(
+                f"model.checkpoint={str(checkpoint)!r} holds adapters alone. Export it (meshwright export {checkpoint} "
+                f"DIR) and go on from it: model.path={manifest.base.get('path')}, model.peft.adapter=DIR; or merge it "
+                f"(meshwright export --merge {checkpoint} DIR), and train model.path=DIR."
+            )
+        return RunModel(checkpoint / HUGGING_FACE)
+    if "path" not in section:
+        return RunModel()
+    wanted = _wanted(section)
+    directory = find_directory(section["path"], **{**wanted, "revision": commit or wanted["revision"]})
+    if section.get("trust_remote_code") is not None:
+        trust_code(directory, section["trust_remote_code"], commit=commit_of(section["path"], directory))
+    else:
+        check_needs_no_code(directory)
+    if "peft" not in section:
+        return RunModel(directory)
+    adapters = adapter_options(section["peft"], where=_WHERE)
+    base = base_at(section["path"], directory, allow_pickle=bool(section.get("allow_pickle", False)))
+    check_base(adapters, base, where=_WHERE)
+    return RunModel(directory, adapters, base)
+
+
+def make_model(
+    section: Mapping[str, Any], found: RunModel, config: Any, *, seed: int
+) -> tuple[nn.Module, Weights | None]:
+    """Make the model of a run, with its adapters if it has any; see `build_model`."""
+    if found.adapters is None:
+        return build_model(section, config, seed=seed, directory=found.directory)
+    dtype = found.dtype(section)
+    model, weights = build_model(section, config, seed=seed, directory=found.directory, dtype=dtype)
+    return adapt(model, weights, found.adapters, found.base, seed=seed, where=_WHERE)
+
+
+def _wanted(section: Mapping[str, Any]) -> dict[str, Any]:
+    trusted = section.get("trust_remote_code")
+    commit = trusted if is_commit(trusted) else None
+    return {
+        "revision": section.get("revision") or commit,
+        "allow_pickle": bool(section.get("allow_pickle", False)),
+        "code": trusted is not None,
+    }

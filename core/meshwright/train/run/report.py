@@ -1,13 +1,19 @@
-"""Report a run to people: a progress bar or lines, and a JSONL file of every step. No torch in this module."""
+"""Report a run: a progress bar or lines, a JSONL file of every step, and a picture of the losses. No torch here.
+
+While the run trains another process draws the picture, at low priority, more rarely the longer it takes.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from rich.console import Console
@@ -15,22 +21,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ...base.errors import TrainingError
+from ...base.safe_path import PYTHON
 from ...base.stopping import Stopped
 from ...events.run import BadStep
 from ...events.step import StepResult
 from ...files.parsing import parse_json
 from ...files.terminal import new_console, warn
-from ...files.writing import open_to_append, write_whole
+from ...files.writing import open_to_append, write_whole, written_whole
 from ...optim.config import AVERAGED
 from ...strategy.hooks import hookimpl
 from .run_directory import RunDirectory
 
-MEASURED = frozenset(
-    {
-        *("seconds", "tokens_per_second", "tokens_per_second_per_device", "time", "times"),
-        *("memory", "world_size", "peak_flops", "mfu", "stragglers"),
-    }
-)
+_RATES = ("tokens_per_second", "tokens_per_second_per_device")
+MEASURED = frozenset(("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers"))
 """Keys that depend on clocks and machines. The others are equal when a run is repeated, on other ranks too."""
 _MAPPINGS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
 _PLAIN = ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "seconds", "world_size", "flops", "peak_flops")
@@ -41,17 +44,7 @@ _TOLD = 5
 
 
 class Reporter:
-    """Observer of steps on the first rank; a context manager.
-
-    Args:
-        metrics: path of the JSONL file.
-        log_every: steps between lines where the console is no terminal.
-        earlier: steps of the run before it was interrupted, which the file begins with.
-        on_error: when the file cannot be written, stop the run; or warn once and write the lines when it can be again.
-
-    Raises:
-        TrainingError: in a step, if `on_error` is "stop".
-    """
+    """Observer of steps on the first rank; a context manager."""
 
     def __init__(
         self,
@@ -63,20 +56,11 @@ class Reporter:
         on_error: Literal["stop", "continue"] = "stop",
     ) -> None:
         self._earlier, self._on_error = earlier, on_error
-        self._metrics = metrics
-        self._log_every = log_every
-        self._console = console
+        self._metrics, self._log_every, self._console = metrics, log_every, console
         self._lines: Lines | None = None
         self._has_told = False
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("", total=None)
         self._stragglers = NewStragglers()
 
@@ -85,24 +69,21 @@ class Reporter:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
         if self._lines is not None:
             self._lines.close()
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        error = self._lines.add(_line(result)) if self._lines is not None else None
-        if error is not None:
+        if self._lines is not None and (error := self._lines.add(_line(result))) is not None:
             self._tell(error)
         for each in self._stragglers.of(result):
-            told = (
+            show(
                 f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
-                f"own, {each['median']:.3g} s of the median rank"
+                f"own, {each['median']:.3g} s of the median rank",
+                self._console,
             )
-            show(told, self._console)
         if result.skipped:
             return
         text = describe(result)
@@ -117,13 +98,11 @@ class Reporter:
             text = f"step {bad.step} is left out: {bad.reason}"
         else:
             text = f"step {bad.step}: {bad.reason}; going back to step {bad.back_to}, without the batches since then"
-            self._go_back(bad.back_to, bad.steps)
+            if self._lines is not None:
+                self._lines.close()
+                kept = read_metrics(self._metrics, until=bad.back_to, steps=bad.steps)
+                self._lines = _begun_with(self._metrics, kept)
         show(f"{text} ({bad.count} so far)", self._console)
-
-    def _go_back(self, step: int, steps: int) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = _begun_with(self._metrics, read_metrics(self._metrics, until=step, steps=steps))
 
     def _tell(self, error: OSError) -> None:
         told = f"{self._metrics} cannot be written: {error}."
@@ -141,14 +120,7 @@ def _begun_with(metrics: Path, results: Sequence[StepResult]) -> Lines:
 
 
 class Lines:
-    """A file that grows by whole lines. Lines that the disk does not take are kept, and written before the next ones.
-
-    Args:
-        path: its content stays. Nobody else writes to it.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """A file that grows by whole lines. Those that the disk does not take are written before the next ones."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_to_append(path)
@@ -233,8 +205,8 @@ def _read_line(line: bytes, steps: int) -> StepResult:
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    told = {"skipped": str(skipped), "stragglers": slow}
-    return StepResult(**{**numbers, **mappings, **told, "steps": steps, "rank": 0})
+    numbers |= {"skipped": str(skipped), "stragglers": slow, "steps": steps, "rank": 0}
+    return StepResult(**{**numbers, **mappings})
 
 
 def _with_nan(values: Any) -> dict[str, Any]:
@@ -257,11 +229,7 @@ def as_record(result: StepResult) -> dict[str, Any]:
     record: dict[str, Any] = {
         "step": result.step,
         **without_nan({"loss": result.loss, "grad_norm": result.grad_norm}),
-        "learning_rate": result.learning_rate,
-        "num_tokens": result.num_tokens,
-        "tokens_per_second": result.tokens_per_second,
-        "tokens_per_second_per_device": result.tokens_per_second_per_device,
-        "seconds": result.seconds,
+        **{name: getattr(result, name) for name in ("learning_rate", "num_tokens", *_RATES, "seconds")},
         "time": result.ended,
         "world_size": result.world_size,
     }
@@ -289,9 +257,8 @@ def describe(result: StepResult) -> str:
     if result.mfu is not None:
         text += f"  MFU {result.mfu:.1%}"
     losses = (f"{shown(name)} {value:.6f}" for name, value in result.evaluations.items())
-    return "  ".join(
-        [text, *losses, *(f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())]
-    )
+    sums = (f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())
+    return "  ".join([text, *losses, *sums])
 
 
 def shown(name: str) -> str:
@@ -302,9 +269,9 @@ def shown(name: str) -> str:
 
 def say_finished(directory: RunDirectory) -> None:
     show(
-        f"this run has finished: {directory.summary} is there, with the same run file. Nothing was "
-        f"done. Raise steps to go on (or, if it has stopped early, the patience of eval.early_stopping), or set "
-        f"resume=never and overwrite=true to train anew."
+        f"this run has finished: {directory.summary} is there, with the same run file. Nothing was done. Raise steps "
+        f"to go on (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
+        f"overwrite=true to train anew."
     )
 
 
@@ -324,3 +291,79 @@ def say_stopped(stopped: Stopped, *, steps: int) -> None:
 def show(text: str | Text, console: Console | None = None) -> None:
     """Print text as it is."""
     (console or new_console()).print(text, highlight=False, soft_wrap=True)
+
+
+FIRST_AFTER_S = 30.0
+PART_OF_TIME = 0.001
+"""Part of one core's time that drawing may take."""
+_NICE = "import os, runpy; os.nice(10); runpy.run_module('meshwright.train.run.report', run_name='__main__')"
+_ENDS_WITHIN_S = 10.0
+
+
+def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: bool = True) -> None:
+    """Write a PNG of the losses of training and of each set over steps."""
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
+    for name in dict.fromkeys(name for r in results for name in r.evaluations):
+        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
+    axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_metrics(metrics: Path, path: Path, *, of_tokens: bool = True) -> None:
+    """Draw the steps of a file of metrics; nothing if it has none, or the disk takes no picture."""
+    with suppress(OSError):
+        results = read_metrics(metrics, until=sys.maxsize, steps=0)
+        if results:
+            draw_loss_curve(results, path, of_tokens=of_tokens)
+
+
+class Curve:
+    """Observer on the first rank that has the picture drawn; a context manager that leaves no process behind."""
+
+    def __init__(
+        self, metrics: Path, path: Path, *, of_tokens: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics, self._path, self._of_tokens, self._clock = metrics, path, of_tokens, clock
+        self.drawing: subprocess.Popen[bytes] | None = None
+        self._begun, self._due = clock(), clock() + FIRST_AFTER_S
+
+    def __enter__(self) -> Curve:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        drawing, self.drawing = self.drawing, None
+        if drawing is not None:
+            try:
+                drawing.wait(_ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                drawing.kill()
+                drawing.wait()
+        if error is not None:
+            draw_metrics(self._metrics, self._path, of_tokens=self._of_tokens)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        now = self._clock()
+        if self.drawing is not None and self.drawing.poll() is not None:
+            self.drawing = None
+            self._due = now + (now - self._begun) / PART_OF_TIME
+        if self.drawing is None and now >= self._due:
+            self._begun = now
+            command = [*PYTHON, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
+            quiet = subprocess.DEVNULL
+            self.drawing = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+
+if __name__ == "__main__":
+    draw_metrics(Path(sys.argv[1]), Path(sys.argv[2]), of_tokens=sys.argv[3] == "1")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from.
+"""Which checkpoint, or copy in the memory of nodes, a run resumes from; and further copies.
 
 [Note: going on] A run writes its summary last. Without one it is unfinished, and the same command resumes from its
 newest valid checkpoint with the same numbers: state comes from the checkpoint; data, random numbers and learning rates
@@ -11,8 +11,11 @@ from an earlier one, or from one that lies elsewhere, the later ones are set asi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from ...base.errors import CheckpointError, TornCheckpointError
@@ -22,11 +25,19 @@ from ...checkpoint.loading import checked
 from ...checkpoint.manifest import all_in, exists, unreadable
 from ...checkpoint.places import Folder, LocalFolder, Place
 from ...events.step import StepResult
+from ...files.terminal import warn
+from ...memory.copier import Copier
+from ...memory.keepers import open_keepers
+from ...memory.place import MemoryPlace, places_of
+from ...memory.room import memory_of_host
 from ...mesh.world import World
-from ..loop.bad_steps import BAD_STEPS
-from ..loop.watch import STATE, EarlyStopping, Watch
+from ...strategy.contract import StrategyManager
+from ..loop.extension import LoopExtension
+from ..loop.monitors import BAD_STEPS, STATE, EarlyStopping, Watch
+from ..loop.options import Loop
+from ..loop.step import marked
 from .fate import AUTO, NEVER, Fate, began_from, named_before
-from .from_memory import MemoryCopies, is_in_memory
+from .journal import id_of, note
 from .report import metrics_of
 from .run_directory import METRICS, RunDirectory
 from .run_file import RunConfig
@@ -36,11 +47,9 @@ from .run_file import RunConfig
 class Source:
     """A checkpoint that a run resumes from.
 
-    Attributes:
-        named: the checkpoint that `resume` named when the course of the run began; None if none was.
-        changed: names of what differs from the run of the checkpoint.
-        keeps: checkpoints up to this step stay where they are.
-        metrics: the folder with the metrics of the steps before; None where the course begins with the checkpoint.
+    `named` is the one that `resume` named when the course of the run began, and `changed` what differs from its run.
+    Checkpoints up to the step `keeps` stay where they are. `metrics` is the folder with those of the steps before; None
+    where the course begins with the checkpoint.
     """
 
     place: Place
@@ -61,7 +70,7 @@ class Source:
 
     @property
     def left_out(self) -> int:
-        """Batches that rewinding has left out; see [Note: draws] in `bad_steps`."""
+        """Batches that rewinding has left out; see [Note: draws] in `monitors`."""
         return int(((self.watched or {}).get(BAD_STEPS) or {}).get("left_out", 0))
 
     @property
@@ -70,11 +79,7 @@ class Source:
         return _watched(self.manifest, self.changed)
 
     def earlier(self, steps: int) -> list[StepResult]:
-        """Return the steps before it, of a run of `steps` steps.
-
-        Raises:
-            CheckpointError: the file of metrics cannot be read.
-        """
+        """Return the steps before it, of a run of `steps` steps."""
         if self.metrics is None:
             return []
         try:
@@ -102,18 +107,10 @@ def find_source(
     world: World,
     *,
     steps: int,
-    copies: MemoryCopies | None = None,
+    copies: MemoryCopies,
 ) -> Source | None:
     """Return the checkpoint to resume from, if any; see [Note: the course of a run]. Collective; the directory is
-    locked.
-
-    Args:
-        identity, steps: of the run.
-        copies: of its state in memory; None: there are none.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none can be loaded, or the run is another; on all ranks.
-    """
+    locked."""
     directory, source = RunDirectory.of(config), config.resumption.source
     if source == NEVER or (source == AUTO and fate is not Fate.GO_ON):
         return None
@@ -121,40 +118,36 @@ def find_source(
     if fate is Fate.GO_ON:
         world.from_first(lambda: tidy(root))
     given = None if source == AUTO else directory.place_of(source)
+    asked = None if given is None else str(given)
 
     def on_disk() -> Folder | None:
         return newest_checkpoint(root, world) if given is None else _saved_since(root, given, identity, world)
 
-    place: Place | None
-    if copies is not None and fate is Fate.GO_ON:
-        place = copies.newest(on_disk, None if given is None else str(given))
-    else:
-        place = on_disk()
+    place: Place | None = on_disk() if fate is not Fate.GO_ON else copies.newest(on_disk, asked)
     if place is None and given is None:
-        world.from_first(lambda: _check_begins_at_zero(directory))
+        # A run that has begun with a checkpoint does not begin at step 0.
+        if begun := world.from_first(lambda: str(named_before(directory) or "")):
+            raise CheckpointError(
+                f"the run in output_dir={directory.given!r} began with {begun}, and has saved no checkpoint since. "
+                f"Give resume={begun} again; or start anew, with resume=never and overwrite=true."
+            )
         return None
     if place is None:
         place = cast("Folder", given)
         world.together(lambda: checked(place, world))
     manifest = world.together(lambda: read_manifest(place))
+    parent = None if isinstance(place, MemoryPlace) else cast("Folder", place).parent
+    # Among those that the run has saved or copied, and not set aside; what was set aside has its metrics beside it.
+    is_own = parent is None or parent.is_same(root)
+    beside = parent if parent is not None and parent.parent.is_same(root) else None
     return Source(
         place,
         manifest,
-        named=manifest.extra.get("named") if given is None else str(given),
+        named=asked or manifest.extra.get("named"),
         changed=world.together(lambda: changes(place, manifest, identity, config, steps)),
-        keeps=manifest.step if _is_own(directory, place) else -1,
-        metrics=_metrics_until(directory, place),
+        keeps=manifest.step if is_own else -1,
+        metrics=LocalFolder(directory.path) if is_own else beside,
     )
-
-
-def _check_begins_at_zero(directory: RunDirectory) -> None:
-    """Refuse to begin at step 0 if the run has begun with a checkpoint and has saved none since."""
-    named = named_before(directory)
-    if named is not None:
-        raise CheckpointError(
-            f"the run in output_dir={directory.given!r} began with {named}, and has saved no checkpoint since. Give "
-            f"resume={named} again; or start anew, with resume=never and overwrite=true."
-        )
 
 
 def _saved_since(root: Folder, given: Folder, identity: Mapping[str, Any], world: World) -> Folder | None:
@@ -174,29 +167,8 @@ def _saved_since(root: Folder, given: Folder, identity: Mapping[str, Any], world
     return first_whole([root.at(name) for name in world.from_first(own)], world)[0]
 
 
-def _is_own(directory: RunDirectory, source: Place) -> bool:
-    """Whether a checkpoint is among those that the run has saved or copied, and was not set aside."""
-    return is_in_memory(source) or cast("Folder", source).parent.is_same(directory.checkpoints)
-
-
-def _metrics_until(directory: RunDirectory, source: Place) -> Folder | None:
-    """Return where the metrics of the steps up to a checkpoint are."""
-    if _is_own(directory, source):
-        return LocalFolder(directory.path)
-    # What was set aside has a copy beside it.
-    parent = cast("Folder", source).parent
-    return parent if parent.parent.is_same(directory.checkpoints) else None
-
-
 def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> None:
-    """Refuse early to resume from a checkpoint of another run, where the run file names one.
-
-    Args:
-        identity, steps: of the run.
-
-    Raises:
-        CheckpointError: names what differs; or there is nothing left to be done.
-    """
+    """Refuse early to resume from a checkpoint of another run, where the run file names one."""
     source = config.resumption.source
     if source in (AUTO, NEVER):
         return
@@ -205,9 +177,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
     if not exists(given) and began_from(directory, given):
         return
     manifest = read_manifest(given)
-    changed = changes(source, manifest, identity, config, steps)
-    if manifest.step == steps:
-        raise _too_few_steps(source, steps, manifest.step)
+    changed = changes(source, manifest, identity, config, steps, least=1)
     if Watch(early_stopping(config), None, _watched(manifest, changed)).is_exhausted:
         raise CheckpointError(
             f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
@@ -216,13 +186,15 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
 
 
 def changes(
-    source: str | Place, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
+    source: str | Place,
+    manifest: Manifest,
+    identity: Mapping[str, Any],
+    config: RunConfig,
+    steps: int,
+    *,
+    least: int = 0,
 ) -> tuple[str, ...]:
-    """Return the names of what differs from the run of a checkpoint.
-
-    Raises:
-        CheckpointError: more than `resume.allow` allows.
-    """
+    """Return the names of what differs from the run of a checkpoint; at least so many steps must be left of the run."""
     saved = manifest.extra.get("identity")
     if saved is None:
         raise CheckpointError(
@@ -244,8 +216,11 @@ def changes(
             f"with; or allow the change, where that can be (resume: {{from: ..., allow: [...]}}); or start anew, with "
             f"resume=never, or with its weights alone, in another output_dir: model.checkpoint={source}."
         )
-    if manifest.step > steps:
-        raise _too_few_steps(source, steps, manifest.step)
+    if manifest.step + least > steps:
+        raise CheckpointError(
+            f"{source} is of step {manifest.step}, but the run is to have {steps} steps. Raise steps, or start anew "
+            f"with resume=never."
+        )
     return tuple(changed)
 
 
@@ -279,8 +254,93 @@ def early_stopping(config: RunConfig) -> EarlyStopping | None:
     return None if section is None else EarlyStopping(section.set, section.patience, section.min_delta)
 
 
-def _too_few_steps(source: str | Place, steps: int, done: int) -> CheckpointError:
-    return CheckpointError(
-        f"{source} is of step {done}, but the run is to have {steps} steps. Raise steps, or start anew with "
-        f"resume=never."
-    )
+class MemoryCopies:
+    """Copies of the state of one run. Collective, as are all methods; raises as `open_keepers`."""
+
+    def __init__(self, directory: RunDirectory, world: World) -> None:
+        self._directory, self._world = directory, world
+        self._keepers = None if directory.checkpoint.copies is None else open_keepers(world)
+
+    def newest(self, on_disk: Callable[[], Folder | None], named: str | None) -> Folder | MemoryPlace | None:
+        """Return what the run resumes from: the newest step that is valid in memory, or a newer one on disk.
+
+        Checkpoints on disk are not read unless one has the name of a later step.
+        """
+        world, copy = self._world, self._newest_copy(named)
+        if copy is None:
+            return on_disk()
+        if named is None and copy.step >= world.from_first(lambda: _newest_name(self._directory.checkpoints)):
+            return copy
+        found = None
+        with suppress(CheckpointError):
+            found = on_disk()
+        if found is None or world.together(lambda: read_manifest(found)).step <= copy.step:
+            return copy
+        return found
+
+    def _newest_copy(self, named: str | None) -> MemoryPlace | None:
+        world, keepers = self._world, self._keepers
+        if keepers is None:
+            return None
+        run = world.from_first(lambda: id_of(self._directory.events))
+        access = world.together(lambda: self._directory.access)
+        for place in places_of(keepers, keepers.listed(world), run, access):
+            try:
+                manifest = world.together(lambda place=place: checked(place, world))  # type: ignore[misc]
+            except CheckpointError as error:
+                if world.rank == 0:
+                    warn(f"step {place.step} in memory is of no use: {error}", stacklevel=2)
+                continue
+            if named is None or manifest.extra.get("named") == named:
+                return place
+        return None
+
+    @contextmanager
+    def copying(self, manager: StrategyManager, loop: Loop, run: str) -> Iterator[Loop]:
+        """Return the loop, with state copied to memory if the run asks for it."""
+        settings = self._directory.checkpoint.copies
+        if settings is None or self._keepers is None:
+            yield loop
+            return
+        with Copier(
+            manager,
+            self._keepers,
+            run=run,
+            step=loop.start,
+            every=settings.every,
+            bandwidth=settings.bytes_per_s,
+            key=self._directory.access.key,
+            memory_bytes=memory_of_host(),
+            tell=partial(note, self._directory.events, "copies"),
+        ) as copier:
+            yield replace(loop, extensions=[*loop.extensions, _Copies(manager, copier, loop.scheduler)])
+
+
+def _newest_name(root: Folder) -> int:
+    """Return the latest step that a checkpoint on disk is named for; -1: there is none."""
+    try:
+        return max((int(place.name.rpartition("-")[2]) for place in all_in(root)), default=-1)
+    except CheckpointError:
+        # What is in memory is all that there is, for now.
+        return -1
+
+
+class _Copies(LoopExtension):
+    """Copies the state after the steps that are due, and reports the time with the step after."""
+
+    def __init__(self, manager: StrategyManager, copier: Copier, scheduler: Any) -> None:
+        self._progress, self._copier, self._scheduler = manager.mesh.world.progress, copier, scheduler
+        self._times: dict[str, float] = {}
+
+    def after_step(self, result: StepResult) -> StepResult:
+        times, self._times = self._times, {}
+        return replace(result, times={**result.times, **times}) if times else result
+
+    def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
+        if not self._copier.is_due(step):
+            return
+        start = time.perf_counter()
+        self._progress.enter("copy")
+        with marked("copy"):
+            self._copier.copy(step, scheduler=self._scheduler, extra=extra)
+        self._times = {"copy": time.perf_counter() - start}

@@ -22,9 +22,9 @@ from filelock import FileLock, Timeout
 from ...base.errors import ConfigError
 from ...files.parsing import open_regular, parse_json, read_json_object
 from ...files.writing import write_whole
-from ...profile.config import DIRECTORY as PROFILE
-from ...profile.config import FAULTS
-from .checkpoint_section import CheckpointConfig
+from ...profile.files import DIRECTORY as PROFILE
+from ...profile.files import FAULTS
+from .run_sections import CheckpointConfig
 
 if TYPE_CHECKING:
     from ...checkpoint.places import Access, Folder
@@ -49,24 +49,7 @@ _LARGEST = 1 << 16
 
 
 class RunDirectory:
-    """Paths of a run, resolved once.
-
-    Args:
-        path: `output_dir`.
-        checkpoint: the section of the run file; None: checkpoints are in the directory, unsigned.
-
-    Attributes:
-        metrics: a line of JSON for each step.
-        curve: picture of the losses.
-        events: what happened to the run in all its attempts, a line of JSON each.
-        ranks: directory with times and memory of each rank.
-        timeline, planned: directory with the timeline of each rank of a pipeline, and the planned one.
-        reference: log-probabilities of the weights that the run began with.
-        summary, run_file: written last, and first.
-        model, averaged_model: the trained model, and that of the averaged weights.
-        faults: directory with what failed ranks leave.
-        own_checkpoints: where checkpoints are if `checkpoint.to` does not say otherwise.
-    """
+    """Paths of a run, resolved once."""
 
     def __init__(self, path: str | Path, checkpoint: CheckpointConfig | None = None) -> None:
         self.path = Path(path)
@@ -97,11 +80,7 @@ class RunDirectory:
 
     @cached_property
     def access(self) -> Access:
-        """How places of checkpoints are reached.
-
-        Raises:
-            ConfigError: the key cannot be read.
-        """
+        """How places of checkpoints are reached."""
         from ...checkpoint.keys import read_key
         from ...checkpoint.places import Access
 
@@ -110,11 +89,7 @@ class RunDirectory:
 
     @cached_property
     def checkpoints(self) -> Folder:
-        """The place of the run's checkpoints.
-
-        Raises:
-            ConfigError: it cannot be one.
-        """
+        """The place of the run's checkpoints."""
         from ...checkpoint.remote import is_url, place_of
 
         to = self.checkpoint.to
@@ -133,11 +108,7 @@ class RunDirectory:
         return place_of(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
 
     def check_place(self, ranks: int) -> None:
-        """Refuse a place that cannot serve a run, without looking at what is there.
-
-        Raises:
-            ConfigError: it is of an unknown kind, or of one that ranks do not share; or the key cannot be read.
-        """
+        """Refuse a place that cannot serve a run, without looking at what is there."""
         if str(self.checkpoints).startswith("memory:") and ranks > 1:
             raise ConfigError(
                 f"checkpoint.to={self.checkpoint.to!r} is in the memory of one process, and the run has {ranks} ranks. "
@@ -145,11 +116,7 @@ class RunDirectory:
             )
 
     def check_same_key(self, world: World) -> None:
-        """Refuse ranks that have different keys. Collective.
-
-        Raises:
-            ConfigError: a rank has another key, or none that can be read; on all ranks.
-        """
+        """Refuse ranks that have different keys. Collective."""
         key = world.together(lambda: self.access).key
         number = 0 if key is None else key.fingerprint
         highest, lowest = world.exchange((), (number, -number))[1]
@@ -165,14 +132,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, *, patience_s: float) -> Iterator[None]:
-        """Hold the directory, which is made if missing. The system releases it when the process ends, however it does.
-
-        Args:
-            patience_s: how long to wait for ranks of an earlier run that are about to end.
-
-        Raises:
-            ConfigError: another run holds it, or it cannot be made.
-        """
+        """Hold the directory, which is made if missing. The system releases it when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_links()
@@ -240,12 +200,15 @@ class RunDirectory:
             return set()
         return {each for each in names if each in (*REPLACED, *REPLACED_FILES)} if isinstance(names, list) else set()
 
-    def check_listed(self) -> None:
-        """Refuse to replace what no run has made.
+    def claim(self) -> set[str]:
+        """List what is not there yet as made by runs, and return all names that are listed."""
+        names = (*REPLACED, *REPLACED_FILES)
+        mine = self.listed() | {name for name in names if not (self.path / name).exists()}
+        write_whole(self.path / LISTED, json.dumps(sorted(mine)) + "\n")
+        return mine
 
-        Raises:
-            ConfigError: names it.
-        """
+    def check_listed(self) -> None:
+        """Refuse to replace what no run has made."""
         known, names = self.listed(), (*REPLACED, *REPLACED_FILES)
         others = [name for name in names if name not in known and (self.path / name).exists()]
         if others:
@@ -255,15 +218,7 @@ class RunDirectory:
             )
 
     def prepare(self, run: str, *, replaces: bool) -> None:
-        """Make it the directory of an unfinished run.
-
-        Args:
-            run: content of its run file.
-            replaces: remove what another run has left.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Make it the directory of an unfinished run."""
         from ...checkpoint.directory import remove_all
 
         try:
@@ -277,9 +232,7 @@ class RunDirectory:
                 for name in REPLACED_FILES:
                     if name not in (SUMMARY, RUN):
                         (self.path / name).unlink(missing_ok=True)
-            names = (*REPLACED, *REPLACED_FILES)
-            mine = self.listed() | {name for name in names if not (self.path / name).exists()}
-            write_whole(self.path / LISTED, json.dumps(sorted(mine)) + "\n")
+            mine = self.claim()
             for name in ON_THE_WAY:
                 if name in mine:
                     shutil.rmtree(self.path / name, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from ...base.errors import ConfigError
 from ...base.validation import validated
 from ...data.config import DataConfig
 from ...files.parsing import parse_yaml, read_text
-from ...files.writing import PathText
+from ...files.writing import PathText, check_path
 from ...mesh.sizes import MeshSizes, Size
 from ...objectives.registry import check_objective
 from ...optim.config import AVERAGED, FinitePositive
@@ -22,12 +23,10 @@ from ...optim.config import OptimizerConfig as OptimizerConfig
 from ...optim.config import OptimizerGroup as OptimizerGroup
 from ...optim.config import ScheduleConfig as ScheduleConfig
 from ...profile.config import ProfileConfig
-from ..loop.bad_steps import BadStepConfig
-from .checkpoint_section import CheckpointConfig as CheckpointConfig
-from .hidden_values import without_secrets
-from .launch_section import LaunchConfig
-from .model_section import check_model_section
+from ..loop.monitors import BadStepConfig
+from .launch_section import LaunchConfig, without_secrets
 from .run_sections import HELD_OUT, ElasticConfig, EvalConfig, MetricsConfig, PlanConfig, ResumeConfig, SampleConfig
+from .run_sections import CheckpointConfig as CheckpointConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 LEAST_WATCHDOG_S = 2.0
@@ -37,46 +36,42 @@ LEAST_WATCHDOG_S = 2.0
 class RunConfig(MeshSizes):
     """A training run. Sizes are at the top level, see `meshwright.mesh.sizes.MeshSizes`."""
 
-    strategy: str = Field(default="fsdp2", description="Name or alias of an installed strategy.")
-    strategy_config: dict[str, Any] = Field(
-        default={}, description="Options of the strategy; `meshwright schema` lists them."
-    )
-    wrapper_config: dict[str, dict[str, Any]] = Field(
-        default={}, description="Options of wrapping strategies, by name."
-    )
+    strategy: str = Field("fsdp2", description="Name or alias of an installed strategy.")
+    strategy_config: dict[str, Any] = Field({}, description="Options of the strategy; `meshwright schema` lists them.")
+    wrapper_config: dict[str, dict[str, Any]] = Field({}, description="Options of wrapping strategies, by name.")
 
     nproc: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
-        default="auto",
+        "auto",
         description="Ranks to start on this node. auto: one per accelerator, 4 on a CPU; as many as the sizes fill "
         "for a strategy without a data-parallel axis. Not used under torchrun.",
     )
     threads_per_rank: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
-        default="auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
+        "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
     )
-    device: str | None = Field(default=None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
+    device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
     timeout_s: FinitePositive = Field(
-        default=600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+        600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        default=0,
+        0,
         description="How often this command begins a run anew that has failed, from its newest checkpoint. Not used "
         "under torchrun, which has --max-restarts.",
     )
     elastic: ElasticConfig | None = Field(
-        default=None,
+        None,
         description="On how many ranks the run may be begun anew, {min: 2, max: 8}; null: always on as many. The batch "
         "stays the same.",
     )
     watchdog_s: FinitePositive | None = Field(
-        default=None,
+        None,
         ge=LEAST_WATCHDOG_S,
         description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
         "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/watchdog.md.",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
-    output_dir: PathText = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
+    output_dir: PathText = Field("runs/run", description="Where metrics, the loss curve and the model go.")
     overwrite: bool = Field(
-        default=False,
+        False,
         description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
         "this same run has left there is never replaced unless resume=never.",
     )
@@ -89,46 +84,41 @@ class RunConfig(MeshSizes):
         "all-linear, ...}, see docs/adapters.md."
     )
     data: DataConfig = DataConfig()
-    seq_len: Annotated[Size, Field(ge=2)] | None = Field(default=None, description="Short for data.seq_len.")
+    seq_len: Annotated[Size, Field(ge=2)] | None = Field(None, description="Short for data.seq_len.")
 
-    steps: Size | None = Field(default=None, description="Optimizer steps; either this or epochs.")
+    steps: Size | None = Field(None, description="Optimizer steps; either this or epochs.")
     epochs: FinitePositive | None = Field(
-        default=None, description="How often each row is trained on: as many steps as that takes, rounded up."
+        None, description="How often each row is trained on: as many steps as that takes, rounded up."
     )
     batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Size | None = Field(
-        default=None,
-        description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation.",
+        None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    ema: EMAConfig | None = Field(default=None, description="Average the weights; null: no average.")
+    ema: EMAConfig | None = Field(None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
-        default=None,
+        None,
         description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
         "import path, or a mapping of name and options; null: the cross entropy of the next token.",
     )
-    max_grad_norm: PositiveFloat | None = Field(
-        default=1.0, description="Clip the total gradient norm; null: only measure it."
-    )
-    grad_norm_type: PositiveFloat = Field(
-        default=2.0, description="p of the gradient norm; .inf: the largest absolute value."
-    )
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
+    grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
     on_bad_step: Literal["stop", "skip", "rewind"] | BadStepConfig = Field(
-        default="stop",
+        "stop",
         description="What becomes of a step whose loss or gradient norm is not finite: the run stops, skips the "
         "batch, or goes back to its newest checkpoint and skips all since; or {do: skip, deviations: 10, ...}.",
     )
     verify_every: Size | None = Field(
-        default=None,
+        None,
         description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
         "memory for bits that change by themselves. null: neither. See docs/surviving.md.",
     )
     eval: EvalConfig = EvalConfig()
-    sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
+    sample: SampleConfig | None = Field(SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: PathText | ResumeConfig = Field(
-        default="auto",
+        "auto",
         description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
         "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
         "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
@@ -137,15 +127,13 @@ class RunConfig(MeshSizes):
     plan: PlanConfig = PlanConfig()
     metrics: MetricsConfig = MetricsConfig()
     trackers: list[str | dict[str, Any]] = Field(
-        default=[],
+        [],
         description="Where the first rank tells of the run: names of installed trackers, such as tensorboard, or "
         "mappings of name and options, {name: wandb, mode: offline}; see docs/trackers.md.",
     )
-    profile: ProfileConfig | None = Field(
-        default=None, description="Steps to profile; null: none. See docs/profiles.md."
-    )
-    launch: LaunchConfig | None = Field(default=None, description="What `meshwright launch` tells a cluster.")
-    log_every: Size = Field(default=10, description="Steps between lines where no progress bar can be drawn.")
+    profile: ProfileConfig | None = Field(None, description="Steps to profile; null: none. See docs/profiles.md.")
+    launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
+    log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
 
     @model_validator(mode="before")
     @classmethod
@@ -166,15 +154,15 @@ class RunConfig(MeshSizes):
     @field_validator("objective")
     @classmethod
     def _objective_is_known(cls, value: Any) -> Any:
-        if value is not None:
-            try:
+        try:
+            if value is not None:
                 check_objective(value)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return value
 
     @model_validator(mode="after")
-    def _check_length(self) -> RunConfig:
+    def _fits_together(self) -> RunConfig:
         if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
             raise ValueError(
                 f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
@@ -188,10 +176,6 @@ class RunConfig(MeshSizes):
             )
         if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
             raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rewinding(self) -> RunConfig:
         if self.bad_steps.do == "rewind" and not self.checkpoint.saves_in_time:
             raise ValueError("on_bad_step=rewind needs checkpoints to go back to; set checkpoint.every, or skip")
         if self.bad_steps.do == "rewind" and self.checkpoint.replicate is not None:
@@ -199,10 +183,6 @@ class RunConfig(MeshSizes):
                 "on_bad_step=rewind goes back to checkpoints of this sitting, which a run that goes on from memory "
                 "(checkpoint.replicate) has not; take skip, or leave replicate out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_elastic(self) -> RunConfig:
         if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
             raise ValueError(
                 f"elastic needs a size that follows from the number of ranks, but all are given, "
@@ -259,11 +239,7 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
 
 
 def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a run file with changes as plain values; see `load_run`.
-
-    Raises:
-        ConfigError: the file or an assignment cannot be read.
-    """
+    """Read a run file with changes as plain values; see `load_run`."""
     file = Path(path)
     try:
         values = parse_yaml(read_text(file))
@@ -277,45 +253,110 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
 
 
 def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a run file with changes; see `load_run`.
-
-    Raises:
-        ConfigError: an assignment cannot be read.
-    """
+    """Return the values of a run file with changes; see `load_run`."""
     changed = copy.deepcopy(dict(values))
     for assignment in assignments:
-        _assign(changed, assignment)
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
+        *parents, last = key.split(".")
+        at = changed
+        for parent in parents:
+            if at.get(parent) is None:
+                at[parent] = {}
+            if not isinstance(child := at[parent], dict):
+                raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
+            at = child
+        at[last] = value
     return changed
 
 
 def as_options(assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the mapping that "key.of.value=yaml" assignments make.
-
-    Raises:
-        ConfigError: an assignment cannot be read.
-    """
+    """Return the mapping that "key.of.value=yaml" assignments make."""
     return assigned({}, assignments)
 
 
-def _assign(values: dict[str, Any], assignment: str) -> None:
-    key, equals, text = assignment.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
-    try:
-        value = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
-    *parents, last = key.split(".")
-    for parent in parents:
-        child = values.get(parent)
-        if child is None:
-            child = values[parent] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
-        values = child
-    values[last] = value
-
-
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the run as plain values without secrets, see `hidden_values`; else `load_run` reads the same run."""
+    """Return the run as plain values without secrets, see `launch_section`; else `load_run` reads the same run."""
     return without_secrets(config.model_dump(by_alias=True))
+
+
+_STRINGS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the section if it names one source and its keys have valid values."""
+    if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
+        raise ValueError(
+            "give either model_type, to train from new weights, or path, a local model directory or a hub id, or "
+            "checkpoint, to begin with the weights of one"
+        )
+    for key in _STRINGS:
+        if not isinstance(value.get(key, ""), str):
+            raise ValueError(f"{key} must be a string, not {value[key]!r}")
+    for key in ("path", "checkpoint"):
+        if key in value:
+            check_path(value[key])
+    if "://" in value.get("checkpoint", ""):
+        raise ValueError(
+            f"checkpoint={value['checkpoint']!r} is a URL, and weights to begin with are read from a directory; export "
+            f"it first: meshwright export URL DIR, and path: DIR"
+        )
+    for key in ("revision", "trust_remote_code"):
+        if key in value and "path" not in value:
+            raise ValueError(f"{key} is of a model at path, and there is none")
+    if not isinstance(value.get("allow_pickle", False), bool):
+        raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
+    if "init" in value and "model_type" not in value:
+        raise ValueError("init says how new weights are drawn, and these come from a directory; leave it out")
+    _check_trust(value)
+    if "peft" in value:
+        _check_adapter(value)
+    return value
+
+
+def check_model(section: Mapping[str, Any], seq_len: int) -> None:
+    """Refuse a new model that transformers would refuse, before torch is imported. Others are checked later."""
+    from ...model.configuration import model_config
+    from ...model.model_types import check_model_type
+
+    if "model_type" in section:
+        # An unknown type is found without importing transformers.
+        check_model_type(str(section["model_type"]))
+        model_config(section, tokenizer=None, seq_len=seq_len)
+
+
+def _check_trust(value: Mapping[str, Any]) -> None:
+    trusted, revision = value.get("trust_remote_code"), value.get("revision")
+    if trusted is None:
+        return
+    if not _DIGEST.fullmatch(trusted):
+        raise ValueError(
+            f"trust_remote_code={trusted!r} names no code. It is the commit on the hub whose code you have read, in 40 "
+            f"hexadecimal digits; or of a local directory the digest that the error without it tells"
+        )
+    if len(trusted) == 40 and revision not in (None, trusted):
+        raise ValueError(f"trust_remote_code={trusted!r} is another commit than revision={revision!r}; leave that out")
+
+
+def _check_adapter(value: Mapping[str, Any]) -> None:
+    section = value["peft"]
+    if not isinstance(section, Mapping):
+        raise ValueError(f"peft must be a mapping, such as {{type: lora, r: 16}}, not {section!r}")
+    if "path" not in value:
+        raise ValueError(
+            "peft needs path: an adapter is of use with a base that everybody can load. New weights "
+            "(model_type) are to be trained whole; a checkpoint is to be exported first: meshwright export"
+        )
+    for key in ("type", "adapter", "base_dtype"):
+        if not isinstance(section.get(key, ""), str):
+            raise ValueError(f"peft.{key} must be a string, not {section[key]!r}")
+    if not section.get("type") and not section.get("adapter"):
+        raise ValueError("peft has no type: give type: lora, or adapter, a directory to go on from")
+    if "adapter" in section:
+        check_path(section["adapter"])

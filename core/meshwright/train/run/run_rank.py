@@ -1,20 +1,23 @@
-"""One run on its ranks, from its file to its directory: check it, train, and write what the user wants."""
+"""One run on its ranks, from its file to its directory: check it, train, observe it, and write what the user wants."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from rich.console import Console
 
+from ...base.errors import ConfigError, MeshwrightError
 from ...base.stopping import Stopped, StopSignals
 from ...checkpoint import Checkpointer
 from ...checkpoint.directory import move_aside
+from ...events.run import RunInfo
 from ...events.step import StepResult
 from ...files.parsing import as_yaml
 from ...files.terminal import new_console
@@ -23,29 +26,66 @@ from ...launch.rank import signs_of_life
 from ...mesh.mesh import Mesh
 from ...mesh.world import World
 from ...model.pretrained import PretrainedWeights
+from ...profile.faults import FaultFiles
+from ...profile.recording import Recorder
+from ...profile.sampling import Sampler
 from ...strategy.contract import StrategyManager
+from ...strategy.registry import get_registry
 from ..from_pretrained import check_same_weights, tell
+from ..loop.extension import Around, Flops, LoopExtension
 from ..loop.fit import fit
 from ..loop.options import Loop
 from .assembly import begin_with_weights, loop_of
-from .checkpoint_section import KeepBestConfig
 from .fate import Fate, check_output, is_finished
-from .from_memory import MemoryCopies
-from .observing import Companion, observed, run_info
+from .journal import HangFiles, Journal, RankLog, id_of, note, timeline_logs
 from .output import export, finish
-from .preflight import Plan, headline, plan_run
-from .report import say_finished, say_stopped, show
-from .resume import Source, find_source
+from .preflight import Plan, fetch_model, headline, make_model, plan_run
+from .report import Curve, Reporter, draw_metrics, say_finished, say_stopped, show
+from .resume import MemoryCopies, Source, find_source
 from .run_directory import RunDirectory
 from .run_file import RunConfig, as_plain
-from .run_model import fetch_model, make_model
-from .startup import Startup
+from .run_sections import KeepBestConfig
+from .startup import Startup, StartupReport
+from .stragglers import Stragglers
+from .trackers import chosen, tracking
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 LINGERING_S = 15.0
 """How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
+
+
+class Companion(Protocol):
+    """What monitors a run: it knows beforehand what the run takes, and looks at a step while it happens.
+
+    It is made before the process group, by the launching process or by the first rank, and is pickled for the ranks
+    that the former starts. It is a plugin object, too: its hooks are called on the first rank, whose `flops_per_token`
+    and `peak_flops` count; see `Flops`.
+    """
+
+    @property
+    def refusal(self) -> MeshwrightError | None:
+        """Why the run must not start."""
+
+    @property
+    def flops_per_token(self) -> float | None: ...
+
+    @property
+    def peak_flops(self) -> float | None: ...
+
+    def lines(self) -> Sequence[str]:
+        """Return what is printed before the run begins."""
+
+    def seeing(self) -> AbstractContextManager[None]:
+        """Return the context in which the first rank makes its part of the model and the optimizer."""
+
+    def around(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
+        """Return the context of each step on the first rank, counted from 0 in this attempt."""
+
+
+Accompany: TypeAlias = "Callable[[RunConfig, int], Companion | None]"
+"""Makes the companion of a run on a number of ranks. None where the run is not valid: the run itself finds out why."""
 
 
 def run_rank(
@@ -56,10 +96,12 @@ def run_rank(
     startup.end("start of the ranks")
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
-    directory = RunDirectory.of(config)
+    directory, timeout_s = RunDirectory.of(config), config.timeout_s
     with ExitStack() as held:
-        timeout_s, watching = config.timeout_s, signs_of_life(config.timeout_s, config.watchdog_s)
-        with watching as progress, open_world(config.device, store=store, timeout_s=timeout_s) as world:
+        with (
+            signs_of_life(timeout_s, config.watchdog_s) as progress,
+            open_world(config.device, store=store, timeout_s=timeout_s) as world,
+        ):
             world.progress = progress
             if world.from_first(lambda: is_finished(config)):
                 if world.rank == 0:
@@ -77,7 +119,12 @@ def run_rank(
             if fate is Fate.DONE:
                 # By the run that was waited for.
                 return
-            signals = held.enter_context(_signals(config, world))
+            asked = config.checkpoint.stops_on
+            # The process that has started the ranks here reports what it passes on, and the SIGTERM of their peers.
+            reports = world.rank == 0 and multiprocessing.parent_process() is None
+            said = partial(show, console=new_console(stderr=True)) if reports else None
+            signals = StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, tell=said)
+            held.enter_context(signals)
             try:
                 results = _Run(config, directory, plan, fate, world, signals, companion, startup).train()
             except Stopped as stopped:
@@ -87,15 +134,6 @@ def run_rank(
         # The other ranks are done: what is left needs no collective.
         if world.rank == 0:
             finish(config, plan, results, new_console())
-
-
-def _signals(config: RunConfig, world: World) -> StopSignals:
-    """Return the signals that end this run after a step."""
-    asked = config.checkpoint.stops_on
-    # The process that has started the ranks here reports what it passes on, and the SIGTERM that ends their peers.
-    reports = world.rank == 0 and multiprocessing.parent_process() is None
-    tell = partial(show, console=new_console(stderr=True)) if reports else None
-    return StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, tell=tell)
 
 
 @dataclass
@@ -138,7 +176,18 @@ class _Run:
         # The manager has what it needs of them; they keep files open, and values that were read last.
         del model, weights, opened
         self.plan = plan = begin_with_weights(manager, config, plan, source, self.console)
-        results = self._fit(manager, source, copies, earlier, parameters)
+        run = self._info(source, parameters)
+        loop = replace(loop_of(manager, config, plan, source, seen=self._seen), signals=self.signals)
+        if source is not None and world.rank == 0:
+            changed = f", with other {', '.join(source.changed)}" if source.changed else ""
+            show(f"going on from {source.place}, after step {source.step}{changed}", self.console)
+        with (
+            copies.copying(manager, loop, run.id) as copied,
+            self._saving(manager, copied) as saving,
+            self._observed(manager, saving, run, earlier) as watched,
+        ):
+            self.startup.end("optimizer")
+            results = earlier + fit(manager, watched)
         # There may have been nothing left to be done.
         done = results[-1].step if results else plan.steps if source is None else source.step
         export(manager, config, plan, step=done)
@@ -163,36 +212,23 @@ class _Run:
         directory.prepare(as_yaml(as_plain(self.config)), replaces=self.fate is Fate.REPLACE)
         return earlier
 
-    def _fit(
-        self,
-        manager: StrategyManager,
-        source: Source | None,
-        copies: MemoryCopies,
-        earlier: list[StepResult],
-        parameters: int,
-    ) -> list[StepResult]:
-        config = self.config
-        run = run_info(manager, config, self.plan, source, parameters)
-        loop = replace(loop_of(manager, config, self.plan, source, seen=self._seen), signals=self.signals)
-        if source is not None and self.world.rank == 0:
-            changed = f", with other {', '.join(source.changed)}" if source.changed else ""
-            show(f"going on from {source.place}, after step {source.step}{changed}", self.console)
-        with (
-            copies.copying(manager, loop, run.id) as copied,
-            self._saving(manager, copied) as saving,
-            observed(
-                manager,
-                config,
-                saving,
-                run,
-                companion=self.companion,
-                console=self.console,
-                earlier=earlier,
-                startup=self.startup,
-            ) as watched,
-        ):
-            self.startup.end("optimizer")
-            return earlier + fit(manager, watched)
+    def _info(self, source: Source | None, parameters: int) -> RunInfo:
+        """Return how observers see the run. Collective."""
+        directory, plan, world = self.directory, self.plan, self.world
+        return RunInfo(
+            id=world.from_first(lambda: id_of(directory.events)),
+            name=directory.path.name,
+            strategy=str(plan.stack),
+            mesh=str(plan.degrees),
+            world_size=world.size,
+            rank=world.rank,
+            start=0 if source is None else source.step,
+            steps=plan.steps,
+            parameters=parameters,
+            device=world.device.type,
+            directory=directory.path,
+            config=as_plain(self.config),
+        )
 
     @contextmanager
     def _saving(self, manager: StrategyManager, loop: Loop) -> Iterator[Loop]:
@@ -215,3 +251,78 @@ class _Run:
         ) as checkpointer:
             every, after_s = settings.every_steps, settings.after_s
             yield replace(loop, checkpointer=checkpointer, save_every=every, save_after_s=after_s)
+
+    @contextmanager
+    def _observed(
+        self, manager: StrategyManager, loop: Loop, run: RunInfo, earlier: Sequence[StepResult]
+    ) -> Iterator[Loop]:
+        """Return the loop with its extensions, and register all observers. Collective."""
+        world, directory, companion = self.world, self.directory, self.companion
+        metrics, observing = self.config.metrics, get_registry().observing
+        world.progress.witness = HangFiles(directory, world.rank, partial(FaultFiles, directory.path))
+        with ExitStack() as held:
+            held.enter_context(observing(FaultFiles(directory.path, world.rank)))
+            extensions = [*loop.extensions, *self._profiling(run, loop.start, held)]
+            if metrics.ranks:
+                held.enter_context(observing(RankLog(directory.rank_file(world.rank))))
+            held.enter_context(observing(*timeline_logs(manager, directory.path, metrics.timeline_every)))
+            # On the first rank alone, but errors are raised on all.
+            world.from_first(lambda: held.enter_context(tracking(chosen(self.config.trackers), run)))
+            if world.rank == 0:
+                held.enter_context(observing(*self._reports(held, earlier)))
+                if companion is not None:
+                    held.enter_context(observing(companion))
+                    extensions.append(Around(companion.around(manager)))
+            if metrics.stragglers is not None:
+                world.progress.steps = deque(maxlen=metrics.stragglers.over)
+                extensions.append(Stragglers(metrics.stragglers, world.progress))
+            flops = world.from_first(
+                lambda: (None, None) if companion is None else (companion.flops_per_token, companion.peak_flops)
+            )
+            extensions.append(Flops(*flops))
+            yield replace(loop, run=run, norms_every=metrics.norms_every, extensions=extensions)
+
+    def _reports(self, held: ExitStack, earlier: Sequence[StepResult]) -> list[object]:
+        """Return the observers that report the run, on the first rank."""
+        config, directory = self.config, self.directory
+        reporter = Reporter(
+            directory.metrics,
+            log_every=config.log_every,
+            console=self.console,
+            earlier=earlier,
+            on_error=config.checkpoint.on_error,
+        )
+        held.enter_context(reporter)
+        curve = Curve(directory.metrics, directory.curve, of_tokens=config.objective is None)
+        held.enter_context(curve)
+        journal = Journal(directory.events)
+        return [
+            *(reporter, curve, journal),
+            StartupReport(self.startup, note=journal.note, show=partial(show, console=self.console)),
+        ]
+
+    def _profiling(self, run: RunInfo, start: int, held: ExitStack) -> list[LoopExtension]:
+        """Return what profiles steps of this rank, and samples exposed communication."""
+        found: list[LoopExtension] = []
+        rank, device = self.world.rank, self.world.device
+        asked, every = self.config.profile, self.config.metrics.communication_every
+        if asked is not None and asked.takes(rank):
+            about = {"run": run.name, "strategy": run.strategy, "mesh": run.mesh, "world_size": run.world_size}
+            recorder = Recorder(asked, self.directory.path, rank=rank, device=device, about=about, start=start)
+            found.append(Around(held.enter_context(recorder).around))
+        if every is not None and rank == 0:
+            sampler = Sampler(every, device)
+            found.append(Around(sampler.around, sampler.measured))
+        return found
+
+
+def note_failure(config: RunConfig, code: int) -> None:
+    """Write down what the first rank may not have come to: the exit code, and the picture of the losses."""
+    directory = RunDirectory.of(config)
+    # What is wrong with the input, including another run that holds the directory, has left it as it was.
+    if code in (0, ConfigError.exit_code, config.checkpoint.stops_on.exit_code):
+        return
+    if not directory.metrics.exists() or directory.summary.exists():
+        return
+    note(directory.events, "exit", code=code)
+    draw_metrics(directory.metrics, directory.curve, of_tokens=config.objective is None)

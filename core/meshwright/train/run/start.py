@@ -24,12 +24,11 @@ from ...launch.environment import started_by_launcher
 from ...launch.rank import guarded
 from .fate import is_finished, why_it_cannot_resume
 from .journal import note
-from .observing import Accompany, Companion, note_failure
 from .preflight import layout_of, plan_run, processes
 from .report import say_finished
 from .run_directory import RunDirectory
 from .run_file import RunConfig
-from .run_rank import run_rank
+from .run_rank import Accompany, Companion, note_failure, run_rank
 from .startup import Startup
 
 FAILED = 1
@@ -47,18 +46,7 @@ def start(
     accompany: Accompany | None = None,
     startup: Startup | None = None,
 ) -> int:
-    """Run `config`: join the ranks that torchrun started, or start them here.
-
-    Args:
-        accompany: makes what monitors the run.
-        startup: what it took to come here.
-
-    Returns:
-        The exit code; what went wrong has been written to stderr.
-
-    Raises:
-        MeshwrightError: the run is not valid; nothing was started.
-    """
+    """Run `config`: join the ranks that torchrun started, or start them here."""
     if started_by_launcher():
         leads = accompany is not None and os.environ["RANK"] == "0"
         companion = accompany(config, int(os.environ["WORLD_SIZE"])) if accompany is not None and leads else None
@@ -95,12 +83,7 @@ def start(
 
 
 def rank_counts(config: RunConfig) -> list[int]:
-    """Return on how many ranks of this machine the run can be, the most first.
-
-    Raises:
-        ConfigError: `max_restarts` or `elastic` cannot be heeded.
-        MeshwrightError: the sizes fit no number of ranks that `elastic` allows.
-    """
+    """Return on how many ranks of this machine the run can be, the most first."""
     if not config.max_restarts and config.checkpoint.replicate is not None:
         raise ConfigError(
             "checkpoint.replicate copies state for ranks that are begun anew, and max_restarts=0 begins none anew. "
@@ -118,37 +101,29 @@ def rank_counts(config: RunConfig) -> list[int]:
             f"elastic.min={elastic.min}, but this machine is to start {count} ranks (nproc={config.nproc}). Lower "
             f"elastic.min, or raise nproc."
         )
-    fitting = [each for each in wanted if _fits(config, each)]
+
+    def fits(count: int) -> bool:
+        try:
+            layout_of(config, count)
+        except MeshwrightError:
+            return False
+        return True
+
+    fitting = [count for count in wanted if fits(count)]
     if not fitting:
         # Says what does not fit.
         layout_of(config, wanted[0])
     return fitting
 
 
-def _fits(config: RunConfig, count: int) -> bool:
-    try:
-        layout_of(config, count)
-    except MeshwrightError:
-        return False
-    return True
-
-
 class Restarts:
-    """The attempts of one run.
-
-    Args:
-        counts: see `rank_counts`.
-
-    Attributes:
-        ranks: of the next attempt.
-    """
+    """The attempts of one run."""
 
     def __init__(self, config: RunConfig, counts: list[int]) -> None:
         self._limit, self._directory = config.max_restarts, RunDirectory.of(config)
         self._counts, self._fewer = counts, 0
-        self._done = 0
         self._place: tuple[int, int] | None = None
-        self._times = 0
+        self._done = self._times = 0
         self._began = time.time()
 
     @property

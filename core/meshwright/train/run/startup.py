@@ -27,13 +27,7 @@ def process_start() -> float:
 
 @dataclass
 class Startup:
-    """When each part of the way to the first step has ended.
-
-    Attributes:
-        is_shown: whether the first rank prints them.
-        begin: seconds since 1970.
-        ends: (part, seconds since 1970), in order.
-    """
+    """When each part of the way to the first step has ended."""
 
     is_shown: bool = False
     begin: float = field(default_factory=process_start)
@@ -59,12 +53,7 @@ class Startup:
 
 
 class StartupReport:
-    """Observer on the first rank that ends the last part with the first step, and reports all.
-
-    Args:
-        note: adds an event to `events.jsonl`.
-        show: prints a line.
-    """
+    """Observer on the first rank that ends the last part with the first step, and reports all."""
 
     def __init__(self, startup: Startup, *, note: Callable[..., None], show: Callable[[str], None]) -> None:
         self._startup: Startup | None = startup

@@ -32,13 +32,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slower than others.
-
-    Attributes:
-        part: of the step: "seconds" for the whole, or a part by its name.
-        seconds, middle: medians of the rank, and of all ranks.
-        deviations: distance between the two.
-    """
+    """A rank that is slower than others in a part of the step, or in all of it ("seconds"), by medians."""
 
     rank: int
     part: str
@@ -56,15 +50,8 @@ def stragglers(
     deviations: float = FROM,
     least_s: float | None = None,
 ) -> list[Straggler]:
-    """Return the stragglers by one part of the step, the slowest first.
-
-    Args:
-        ranks: (R).
-        seconds: the median of each rank over some steps, float64 (R); NaN where it has none.
-        step_seconds: the median of whole steps.
-        deviations: from which a rank is one.
-        least_s: seconds by which it must be slower; None: `LEAST` of a step.
-    """
+    """Return the stragglers by one part of the step, the slowest first. `seconds` are medians of `ranks`, float64 (R);
+    NaN where there is none."""
     least_s = LEAST * step_seconds if least_s is None else least_s
     known = seconds[np.isfinite(seconds)]
     if len(known) < RANKS:
@@ -81,11 +68,7 @@ def stragglers(
 
 class Stragglers(LoopExtension):
     """Reports the stragglers of a run on its first rank, by the others' signs of life; see
-    [Note: a rank's own seconds].
-
-    Args:
-        progress: of this rank; it holds as many steps as `config` asks for.
-    """
+    [Note: a rank's own seconds]."""
 
     def __init__(self, config: StragglersConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress

@@ -5,7 +5,7 @@ A tracker that fails while the run trains is reported in a warning and not calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from ...events.run import RunInfo, TrackerSpec
 from ...files.terminal import warn
 from ...strategy.hooks import hookimpl
 from ...strategy.registry import Registry, get_registry
-from .hidden_values import resolved
+from .launch_section import resolved
 
 Asked: TypeAlias = "str | Mapping[str, Any]"
 """A tracker in the run file: its name, or a mapping of name and options."""
@@ -23,11 +23,7 @@ INSTALL = "pip install -e plugins/trackers"
 
 
 def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
-    """Return the trackers of the installed plugins by name, sorted.
-
-    Raises:
-        ConfigError: two plugins bring one name, or what one brings is no tracker.
-    """
+    """Return the trackers of the installed plugins by name, sorted."""
     found: dict[str, TrackerSpec] = {}
     for plugin, register in (registry or get_registry()).implementations("register_trackers"):
         for spec in (spec for specs in register() for spec in specs):
@@ -40,11 +36,7 @@ def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
 
 
 def chosen(asked: Sequence[Asked], registry: Registry | None = None) -> list[tuple[TrackerSpec, FrozenModel]]:
-    """Return the trackers that are asked for, with their options.
-
-    Raises:
-        ConfigError: one is not known, or cannot be used with these options.
-    """
+    """Return the trackers that are asked for, with their options."""
     known = list_trackers(registry) if asked else {}
     found = []
     for each in asked:
@@ -66,11 +58,7 @@ def chosen(asked: Sequence[Asked], registry: Registry | None = None) -> list[tup
 
 @contextmanager
 def tracking(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: RunInfo) -> Iterator[None]:
-    """Have trackers observe a run, on this rank.
-
-    Raises:
-        ConfigError: one cannot be built.
-    """
+    """Have trackers observe a run, on this rank."""
     with ExitStack() as held:
         for spec, config in trackers:
             try:
@@ -93,15 +81,12 @@ class _Tolerated:
     """A tracker whose failures end no run."""
 
     def __init__(self, name: str, tracker: Any) -> None:
-        self._name, self._tracker = name, tracker
-        self._has_failed = False
+        self._name, self._tracker, self._has_failed = name, tracker, False
 
     def _call(self, hook: str, *values: Any) -> None:
-        call: Callable[..., Any] | None = getattr(self._tracker, hook, None)
-        if call is None or self._has_failed:
-            return
         try:
-            call(*values)
+            if not self._has_failed and hasattr(self._tracker, hook):
+                getattr(self._tracker, hook)(*values)
         except Exception as error:
             self._has_failed = True
             warn(

@@ -91,7 +91,7 @@ class PipelineManager(StatefulStages):
         self._longest = 0
         self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
         self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
-        """See `meshwright.train.run.rank_log`."""
+        """See `meshwright.train.run.journal`."""
 
     # -- the model
 

@@ -1,9 +1,11 @@
-"""Steps that are skipped: their loss or norm is not finite, or far above those before. No torch in this module.
+"""Judge the steps and evaluations of a run: bad steps, early stopping, and the best steps. No torch in this module.
+
+Losses and norms are equal on all ranks, so that ranks need not agree. The state is saved in checkpoints: a resumed run
+judges as it would have.
 
 [Note: bad steps] Such a step is skipped, or the run goes back to a checkpoint and leaves out all batches since then, as
 was done for PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). Distance is measured in median absolute
-deviations of the good steps before, which outliers do not move (Iglewicz and Hoaglin 1993). Losses and norms are equal
-on all ranks, so that ranks need not agree. The state is saved in checkpoints: a resumed run judges as it would have.
+deviations of the good steps before, which outliers do not move (Iglewicz and Hoaglin 1993).
 
 [Note: draws] The batch of a step, and its random numbers, are drawn by the number of the step plus the number of
 batches that rewinding has left out before it.
@@ -16,13 +18,17 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...base.errors import TrainingError
+from ...base.errors import ConfigError, TrainingError
 from ...base.validation import FrozenModel
 from ...mesh.sizes import Size
+
+if TYPE_CHECKING:
+    from ...checkpoint import Checkpointer
+    from ...events.step import StepResult
 
 BAD_STEPS = "bad_steps"
 """Key of their state in that of a loop."""
@@ -38,17 +44,17 @@ class BadStepConfig(FrozenModel):
     """What becomes of a step whose loss or gradient norm is not finite, or far above those before."""
 
     do: Literal["stop", "skip", "rewind"] = Field(
-        default="stop",
+        "stop",
         description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rewind: "
         "the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
     deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None,
+        None,
         description="Bad is also a loss or norm that is so many standard deviations, told by the median absolute "
         "deviation, above the median of the good steps before; null: only what is not finite.",
     )
-    window: Annotated[Size, Field(ge=LEAST_KNOWN)] = Field(default=100, description="How many good steps count.")
-    limit: Size = Field(default=10, description="So many bad steps without a good one that is further end the run.")
+    window: Annotated[Size, Field(ge=LEAST_KNOWN)] = Field(100, description="How many good steps count.")
+    limit: Size = Field(10, description="So many bad steps without a good one that is further end the run.")
 
 
 @dataclass(frozen=True)
@@ -68,15 +74,7 @@ class Rewinds(Exception):
 
 
 class BadSteps:
-    """Judges the steps of a run.
-
-    Args:
-        state: as of `state()`, from a checkpoint; None: the run begins.
-
-    Attributes:
-        left_out: batches that rewinding has left out; see [Note: draws].
-        count: bad steps so far.
-    """
+    """Judges the steps of a run."""
 
     def __init__(self, config: BadStepConfig, state: Mapping[str, Any] | None = None) -> None:
         known = state or {}
@@ -95,11 +93,7 @@ class BadSteps:
         return {BAD_STEPS: {**counts, "losses": list(self._losses), "norms": list(self._norms)}}
 
     def judge(self, step: int, loss: float, norm: float) -> Bad | None:
-        """Judge a step; None if it is good.
-
-        Raises:
-            TrainingError: it is bad, and ends the run.
-        """
+        """Judge a step; None if it is good."""
         reason = self._reason(loss, norm)
         if reason is not None:
             return self.bad(step, reason)
@@ -111,11 +105,7 @@ class BadSteps:
         return None
 
     def bad(self, step: int, reason: str) -> Bad:
-        """Note a bad step.
-
-        Raises:
-            TrainingError: it ends the run.
-        """
+        """Note a bad step."""
         if self.config.do == "stop":
             raise TrainingError(
                 f"step {step}: {reason}. The parameters were not changed by this step. Lower optimizer.lr, lengthen "
@@ -157,3 +147,75 @@ def deviations_above(value: float, known: deque[float]) -> tuple[float, float]:
     spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in known)
     least = max(LEAST_SPREAD * abs(median), math.ulp(0.0))
     return (value - median) / max(spread, least), median
+
+
+STATE = "loop"
+"""Key of what `fit` remembers in `Manifest.extra`."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop when the loss of a set has not fallen for a while.
+
+    Attributes:
+        patience: evaluations in a row without a lower loss after which the run ends.
+        min_delta: a loss counts as lower if it is lower by more than this.
+    """
+
+    set: str = "held_out"
+    patience: int = 3
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if type(self.patience) is not int or self.patience < 1:
+            raise ConfigError(f"patience of early_stopping must be an int, at least 1, not {self.patience!r}.")
+        if not 0 <= self.min_delta < math.inf:
+            raise ConfigError(f"min_delta of early_stopping must be at least 0 and finite, not {self.min_delta!r}.")
+
+
+class Watch:
+    """Looks at the evaluations of a run."""
+
+    def __init__(
+        self, stopping: EarlyStopping | None, checkpointer: Checkpointer | None, state: Mapping[str, Any] | None
+    ) -> None:
+        self._stopping, self._count, self._best_of = stopping, 0, ""
+        if checkpointer is not None and checkpointer.keep_best:
+            self._count, self._best_of = checkpointer.keep_best, checkpointer.best_of
+        seen = _of_set(state, "early_stopping", "" if stopping is None else stopping.set)
+        self._lowest, self._waited = seen.get("lowest"), int(seen.get("waited", 0))
+        best = _of_set(state, "best", self._best_of).get("values", ())
+        self._best = sorted((float(value), int(step)) for value, step in best)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the run is to stop."""
+        return self._stopping is not None and self._waited >= self._stopping.patience
+
+    def note(self, result: StepResult) -> bool:
+        """Look at the evaluations of a step, if any, and return whether it is among the best so far."""
+        found = result.evaluations
+        if self._stopping is not None and self._stopping.set in found:
+            value = found[self._stopping.set]
+            is_lower = math.isfinite(value) and (
+                self._lowest is None or value < self._lowest - self._stopping.min_delta
+            )
+            self._lowest, self._waited = (value, 0) if is_lower else (self._lowest, self._waited + 1)
+        if self._best_of not in found or not math.isfinite(found[self._best_of]):
+            return False
+        self._best = sorted([*self._best, (found[self._best_of], result.step)])[: self._count]
+        return any(step == result.step for _, step in self._best)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; values of JSON."""
+        state: dict[str, Any] = {}
+        if self._stopping is not None:
+            state["early_stopping"] = {"set": self._stopping.set, "lowest": self._lowest, "waited": self._waited}
+        if self._count:
+            state["best"] = {"set": self._best_of, "values": [list(each) for each in self._best]}
+        return state
+
+
+def _of_set(state: Mapping[str, Any] | None, key: str, name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = (state or {}).get(key) or {}
+    return found if found.get("set") == name else {}
