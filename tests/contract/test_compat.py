@@ -40,8 +40,8 @@ from meshwright._compat.torch import (
 from meshwright.files.versions import oldest_torch
 from meshwright.tensors.state import whole_tensor
 from meshwright.testing import pool
-from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright.testing.pool import GROUP_TIMEOUT_S
+from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
 
 
 def _names_of_threads() -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.measures import measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,13 +28,12 @@ from meshwright.model.layout import layout_by_structure
 from meshwright.model.offload import OffloadedBlocks
 from meshwright.model.operators import COMMUNICATION
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, pool
-from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import case_model, case_vocab
-from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.tracing.observe import Observer
 from meshwright.train.run.run_file import OptimizerConfig
 
 LARGE = 1e3

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support.measures import measure_memory
 from support.tiers import mostly_slow
 
 from meshwright import Mesh, MeshSizes, open_world, resolve
@@ -19,7 +20,6 @@ from meshwright.model.configuration import model_config
 from meshwright.model.pretrained import build_model, dtype_of
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
-from meshwright.testing.memory import measure_memory
 
 LLAMA = {
     "model_type": "llama",

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support.measures import Counting
 from support.tiers import mostly_slow
 from torch import nn
 
@@ -14,10 +15,9 @@ from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.activation_options import ActivationOptions
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blocks
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab, tiny_model
-from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, train_steps
 
 BLOCKS = 3

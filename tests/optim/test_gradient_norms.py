@@ -16,9 +16,9 @@ from meshwright import Loop, StrategyError, StrategyManager, fit
 from meshwright.model.layout import in_order
 from meshwright.tensors.norms import squares_by_part
 from meshwright.testing import Case, pool
-from meshwright.testing.block_norms import FoundNorms, norms_reference, train_by_block
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
+from meshwright.testing.tasks import FoundNorms, norms_reference, train_by_block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.measures import measure_memory
 from support.tensor_only import prepare
 from support.tiers import mostly_slow
 from torch import Tensor, nn
@@ -19,10 +20,9 @@ from meshwright.parallel.tensor.collectives import chunk_sizes
 from meshwright.step.lm_head import RowHead
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, Outcome, pool
-from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import case_vocab
-from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
+from meshwright.tracing.observe import Observer
 
 CHUNK = 5
 FEW = 8

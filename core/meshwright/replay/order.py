@@ -86,7 +86,10 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
     directory = out / "run"
     directory.mkdir()
     if run.paths.reference.is_file():
-        shutil.copy2(run.paths.reference, RunDirectory(directory).reference)
+        own = RunDirectory(directory)
+        # The copy counts as the replay's own, which may be replaced.
+        own.claim()
+        shutil.copy2(run.paths.reference, own.reference)
     changes = {
         "output_dir": str(directory),
         "overwrite": True,

@@ -120,8 +120,8 @@ class Recorded:
         """Return what was written of a step."""
         if step not in self.results:
             raise ConfigError(
-                f"step {step} is none of the run in {self.directory}: {self.paths.metrics.name} has steps {min(self.results)} to "
-                f"{max(self.results)}. Give one of them."
+                f"step {step} is none of the run in {self.directory}: {self.paths.metrics.name} has steps "
+                f"{min(self.results)} to {max(self.results)}. Give one of them."
             )
         return self.results[step]
 

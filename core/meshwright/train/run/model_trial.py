@@ -24,22 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat.peft import inject
-from ..._compat.peft_tying import adapted_on_meta
+from ..._compat.peft import adapted_on_meta, inject
 from ...base.errors import BatchError, ConfigError, MeshwrightError, ModelError
 from ...base.types import Batch, Objective
 from ...data import Rows, RunRows
 from ...data.config import Packing
 from ...mesh.sizes import Degrees
 from ...model.adapter_options import AdapterOptions, check_names
-from ...model.build import new_model
-from ...model.size import ModelSize, check_elements, model_size
+from ...model.layout import ModelSize, check_elements, model_size
+from ...model.pretrained import new_model
 from ...objectives.base import Column
 from ...optim.config import OptimizerConfig
 from ...optim.groups import check_model
 from ...step.forward_options import forward_options
 from ...step.objective import Given
-from ...step.token_loss import split_targets
+from ...step.tokens import split_targets
 from ...strategy.registry import model_layout
 
 REFERENCE = "reference_log_probs"

@@ -31,18 +31,16 @@ from ...data import (
     load_tokenizer,
     prepare,
 )
-from ...data.encoding.chat_template import read_chat_template
+from ...data.chat_template import read_chat_template
 from ...launch.open_world import find_device, missing_driver
 from ...mesh.mesh import Mesh
 from ...mesh.sizes import Degrees
 from ...mesh.world import World
-from ...model.adapter_base import Base
+from ...model.adapter import Base
 from ...model.adapter_options import AdapterOptions, adapt, adapter_options, check_base
-from ...model.build import build_model, dtype_of
-from ...model.configuration import model_config
-from ...model.pretrained import commit_of, find_directory, find_on_all
-from ...model.remote_code import check_needs_no_code, is_commit, trust_code
-from ...model.size import model_size
+from ...model.configuration import check_needs_no_code, is_commit, model_config, trust_code
+from ...model.layout import model_size
+from ...model.pretrained import build_model, commit_of, dtype_of, find_directory, find_on_all
 from ...model.weights import Weights
 from ...objectives.registry import get_objective
 from ...optim.build import try_optimization

@@ -22,8 +22,8 @@ from filelock import FileLock, Timeout
 from ...base.errors import ConfigError
 from ...files.parsing import open_regular, parse_json, read_json_object
 from ...files.writing import write_whole
-from ...profile.files import DIRECTORY as PROFILE
-from ...profile.files import FAULTS
+from ...profile.config import DIRECTORY as PROFILE
+from ...profile.config import FAULTS
 from .run_sections import CheckpointConfig
 
 if TYPE_CHECKING:

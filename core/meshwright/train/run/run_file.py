@@ -322,8 +322,7 @@ def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
 
 def check_model(section: Mapping[str, Any], seq_len: int) -> None:
     """Refuse a new model that transformers would refuse, before torch is imported. Others are checked later."""
-    from ...model.configuration import model_config
-    from ...model.model_types import check_model_type
+    from ...model.configuration import check_model_type, model_config
 
     if "model_type" in section:
         # An unknown type is found without importing transformers.

@@ -27,8 +27,7 @@ from ...mesh.mesh import Mesh
 from ...mesh.world import World
 from ...model.pretrained import PretrainedWeights
 from ...profile.faults import FaultFiles
-from ...profile.recording import Recorder
-from ...profile.sampling import Sampler
+from ...profile.recording import Recorder, Sampler
 from ...strategy.contract import StrategyManager
 from ...strategy.registry import get_registry
 from ..from_pretrained import check_same_weights, tell
