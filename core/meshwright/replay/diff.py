@@ -33,7 +33,6 @@ from .order import (
     dropouts,
     in_float64,
     order_of,
-    performed,
     precision_of,
     scratch,
     without_dropout,
@@ -203,6 +202,8 @@ def diff(
     if which is None or not replays:
         return found
     try:
+        from .rank import performed
+
         again = perform or partial(performed, show_traceback=show_traceback)
         step_of_both = _again(runs, which, float64=float64, rtol=rtol, precision=precision, perform=again)
     except (ConfigError, CheckpointError) as error:

@@ -10,7 +10,6 @@ are compared.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..base.errors import ConfigError
-from ..data.progress import CONSOLE
-from ..launch.environment import started_by_launcher
-from ..launch.rank import guarded
 from ..mesh.sizes import Degrees, MeshSizes
 from ..strategy.stack import resolve
 from ..train.run.fate import NEVER
@@ -183,22 +179,3 @@ def scratch() -> Iterator[Path]:
     """Make a directory for what a replay writes, and remove it afterwards."""
     with tempfile.TemporaryDirectory(prefix="meshwright-replay-") as directory:
         yield Path(directory)
-
-
-def performed(order: Order, *, show_traceback: bool = False) -> dict[str, Any]:
-    """Start the ranks, or join those that a launcher has started, and return what they have found."""
-    from .rank import replay_rank
-
-    if started_by_launcher():
-        code = guarded(replay_rank, (order,), show_traceback=show_traceback)
-    else:
-        from ..launch.local import launch
-
-        with CONSOLE.status(f"step {order.step} again"):
-            code = launch(replay_rank, (order,), nproc=order.world_size, show_traceback=show_traceback)
-    if code:
-        raise SystemExit(code)
-    if order.found:
-        return order.found[-1]
-    found: dict[str, Any] = json.loads((order.out / RESULT).read_text(encoding="utf-8"))
-    return found

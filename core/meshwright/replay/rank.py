@@ -12,10 +12,12 @@ import torch
 from ..base.errors import CheckpointError, ConfigError
 from ..base.types import Batch
 from ..checkpoint import read_manifest
+from ..data.progress import CONSOLE
 from ..events.step import StepResult
 from ..files.terminal import new_console
+from ..launch.environment import started_by_launcher
 from ..launch.open_world import open_world
-from ..launch.rank import signs_of_life
+from ..launch.rank import guarded, signs_of_life
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
 from ..strategy.contract import StrategyManager
@@ -152,3 +154,20 @@ def _source(order: Order, plan: Plan, world: World) -> Source | None:
     if manifest.step >= order.step:
         raise CheckpointError(f"{directory} is of step {manifest.step}, which is not before step {order.step}.")
     return Source(directory, manifest, named=None, changed=changed, keeps=-1, metrics=None)
+
+
+def performed(order: Order, *, show_traceback: bool = False) -> dict[str, Any]:
+    """Start the ranks, or join those that a launcher has started, and return what they have found."""
+    if started_by_launcher():
+        code = guarded(replay_rank, (order,), show_traceback=show_traceback)
+    else:
+        from ..launch.local import launch
+
+        with CONSOLE.status(f"step {order.step} again"):
+            code = launch(replay_rank, (order,), nproc=order.world_size, show_traceback=show_traceback)
+    if code:
+        raise SystemExit(code)
+    if order.found:
+        return order.found[-1]
+    found: dict[str, Any] = json.loads((order.out / RESULT).read_text(encoding="utf-8"))
+    return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..launch.environment import started_by_launcher
-from .order import TOLERANCES, Order, Perform, degrees_of, on_one_process, order_of, performed, precision_of, scratch
+from .order import TOLERANCES, Order, Perform, degrees_of, on_one_process, order_of, precision_of, scratch
 from .record import Recorded, plain_of
 
 
@@ -129,6 +129,8 @@ def replay(
                 note = "With dropout, ranks that share a batch draw other numbers than one process does."
         if compare_rank is not None:
             order, note = _comparing(order, compare_rank, degrees.dp)
+        from .rank import performed
+
         found = (perform or partial(performed, show_traceback=show_traceback))(order)
     replayed = found["values"]
     written = plain_of(run.result(step))
