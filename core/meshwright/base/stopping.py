@@ -1,6 +1,6 @@
 """Signals that ask a run to stop: noted when they come, and obeyed at the end of a step.
 
-[Note: stopping] A rank notes the signal; before the next step all ranks agree (`meshwright.train.loop.batches`) to stop,
+[Note: stopping] A rank notes the signal; before the next step, all agree (`meshwright.train.loop.batches`) to stop,
 save, and leave with `Stopped`. A second signal ends a rank at once. One signal may come twice, from the scheduler and
 from a launcher; within SAME_S they count as one. Python runs handlers in the main thread between two instructions, so
 a rank that waits inside torch would not notice the second: a thread reads the interpreter's wakeup pipe. Forked
