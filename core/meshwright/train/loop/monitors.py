@@ -44,17 +44,17 @@ class BadStepConfig(FrozenModel):
     """What becomes of a step whose loss or gradient norm is not finite, or far above those before."""
 
     do: Literal["stop", "skip", "rewind"] = Field(
-        "stop",
+        default="stop",
         description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rewind: "
         "the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
     deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None,
+        default=None,
         description="Bad is also a loss or norm that is so many standard deviations, told by the median absolute "
         "deviation, above the median of the good steps before; null: only what is not finite.",
     )
-    window: Annotated[Size, Field(ge=LEAST_KNOWN)] = Field(100, description="How many good steps count.")
-    limit: Size = Field(10, description="So many bad steps without a good one that is further end the run.")
+    window: Annotated[Size, Field(ge=LEAST_KNOWN)] = Field(default=100, description="How many good steps count.")
+    limit: Size = Field(default=10, description="So many bad steps without a good one that is further end the run.")
 
 
 @dataclass(frozen=True)

@@ -36,42 +36,46 @@ LEAST_WATCHDOG_S = 2.0
 class RunConfig(MeshSizes):
     """A training run. Sizes are at the top level, see `meshwright.mesh.sizes.MeshSizes`."""
 
-    strategy: str = Field("fsdp2", description="Name or alias of an installed strategy.")
-    strategy_config: dict[str, Any] = Field({}, description="Options of the strategy; `meshwright schema` lists them.")
-    wrapper_config: dict[str, dict[str, Any]] = Field({}, description="Options of wrapping strategies, by name.")
+    strategy: str = Field(default="fsdp2", description="Name or alias of an installed strategy.")
+    strategy_config: dict[str, Any] = Field(
+        default={}, description="Options of the strategy; `meshwright schema` lists them."
+    )
+    wrapper_config: dict[str, dict[str, Any]] = Field(
+        default={}, description="Options of wrapping strategies, by name."
+    )
 
     nproc: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description="Ranks to start on this node. auto: one per accelerator, 4 on a CPU; as many as the sizes fill "
         "for a strategy without a data-parallel axis. Not used under torchrun.",
     )
     threads_per_rank: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
-        "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
+        default="auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
     )
-    device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
+    device: str | None = Field(default=None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
     timeout_s: FinitePositive = Field(
-        600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+        default=600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        0,
+        default=0,
         description="How often this command begins a run anew that has failed, from its newest checkpoint. Not used "
         "under torchrun, which has --max-restarts.",
     )
     elastic: ElasticConfig | None = Field(
-        None,
+        default=None,
         description="On how many ranks the run may be begun anew, {min: 2, max: 8}; null: always on as many. The batch "
         "stays the same.",
     )
     watchdog_s: FinitePositive | None = Field(
-        None,
+        default=None,
         ge=LEAST_WATCHDOG_S,
         description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
         "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/watchdog.md.",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
-    output_dir: PathText = Field("runs/run", description="Where metrics, the loss curve and the model go.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
+    output_dir: PathText = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
     overwrite: bool = Field(
-        False,
+        default=False,
         description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
         "this same run has left there is never replaced unless resume=never.",
     )
@@ -84,41 +88,46 @@ class RunConfig(MeshSizes):
         "all-linear, ...}, see docs/adapters.md."
     )
     data: DataConfig = DataConfig()
-    seq_len: Annotated[Size, Field(ge=2)] | None = Field(None, description="Short for data.seq_len.")
+    seq_len: Annotated[Size, Field(ge=2)] | None = Field(default=None, description="Short for data.seq_len.")
 
-    steps: Size | None = Field(None, description="Optimizer steps; either this or epochs.")
+    steps: Size | None = Field(default=None, description="Optimizer steps; either this or epochs.")
     epochs: FinitePositive | None = Field(
-        None, description="How often each row is trained on: as many steps as that takes, rounded up."
+        default=None, description="How often each row is trained on: as many steps as that takes, rounded up."
     )
     batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Size | None = Field(
-        None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
+        default=None,
+        description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation.",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    ema: EMAConfig | None = Field(None, description="Average the weights; null: no average.")
+    ema: EMAConfig | None = Field(default=None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
-        None,
+        default=None,
         description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
         "import path, or a mapping of name and options; null: the cross entropy of the next token.",
     )
-    max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
-    grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
+    max_grad_norm: PositiveFloat | None = Field(
+        default=1.0, description="Clip the total gradient norm; null: only measure it."
+    )
+    grad_norm_type: PositiveFloat = Field(
+        default=2.0, description="p of the gradient norm; .inf: the largest absolute value."
+    )
     on_bad_step: Literal["stop", "skip", "rewind"] | BadStepConfig = Field(
-        "stop",
+        default="stop",
         description="What becomes of a step whose loss or gradient norm is not finite: the run stops, skips the "
         "batch, or goes back to its newest checkpoint and skips all since; or {do: skip, deviations: 10, ...}.",
     )
     verify_every: Size | None = Field(
-        None,
+        default=None,
         description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
         "memory for bits that change by themselves. null: neither. See docs/surviving.md.",
     )
     eval: EvalConfig = EvalConfig()
-    sample: SampleConfig | None = Field(SampleConfig(), description="null: no sample.")
+    sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: PathText | ResumeConfig = Field(
-        "auto",
+        default="auto",
         description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
         "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
         "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
@@ -127,13 +136,15 @@ class RunConfig(MeshSizes):
     plan: PlanConfig = PlanConfig()
     metrics: MetricsConfig = MetricsConfig()
     trackers: list[str | dict[str, Any]] = Field(
-        [],
+        default=[],
         description="Where the first rank tells of the run: names of installed trackers, such as tensorboard, or "
         "mappings of name and options, {name: wandb, mode: offline}; see docs/trackers.md.",
     )
-    profile: ProfileConfig | None = Field(None, description="Steps to profile; null: none. See docs/profiles.md.")
-    launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
-    log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
+    profile: ProfileConfig | None = Field(
+        default=None, description="Steps to profile; null: none. See docs/profiles.md."
+    )
+    launch: LaunchConfig | None = Field(default=None, description="What `meshwright launch` tells a cluster.")
+    log_every: Size = Field(default=10, description="Steps between lines where no progress bar can be drawn.")
 
     @model_validator(mode="before")
     @classmethod

@@ -24,74 +24,78 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class EarlyStoppingConfig(FrozenModel):
     """Ends a run whose loss on a set no longer falls."""
 
-    set: str = Field(HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
-    patience: Size = Field(3, description="So many evaluations in a row without a lower loss end the run.")
-    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower.")
+    set: str = Field(default=HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
+    patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
+    min_delta: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
+    )
 
 
 class EvalConfig(FrozenModel):
     """Losses on held-out sets."""
 
-    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
+    every: Size | None = Field(default=None, description="Steps between evaluations; null: only at the end.")
     sequences: Size | None = Field(
-        None, description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all."
+        default=None,
+        description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all.",
     )
-    early_stopping: EarlyStoppingConfig | None = Field(None, description="When to end before; null: never.")
+    early_stopping: EarlyStoppingConfig | None = Field(default=None, description="When to end before; null: never.")
 
 
 class SampleConfig(FrozenModel):
     """The text generated at the end."""
 
     prompt: str | None = Field(
-        None,
+        default=None,
         description="Text to continue; null: the beginning of a held-out document, or a held-out conversation up to "
         "its first answer.",
     )
-    max_new_tokens: Size = Field(80)
-    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
+    max_new_tokens: Size = Field(default=80)
+    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
 
 
 class PlanConfig(FrozenModel):
     """What is known of a run before it begins; see docs/plan.md."""
 
     enabled: bool = Field(
-        True, description="Plan memory, traffic and time before the ranks start, and compare them with the third step."
+        default=True,
+        description="Plan memory, traffic and time before the ranks start, and compare them with the third step.",
     )
     device: str | None = Field(
-        None,
+        default=None,
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
     when_too_large: Literal["refuse", "warn"] = Field(
-        "refuse", description="What becomes of a run that would not fit into the memory of its device."
+        default="refuse", description="What becomes of a run that would not fit into the memory of its device."
     )
     failures_per_rank_hour: float = Field(
-        LLAMA_3_FAILURES,
+        default=LLAMA_3_FAILURES,
         ge=0,
         allow_inf_nan=False,
         description="Failures of a rank in an hour, each of which ends the run; see docs/fleet.md. Default: those of "
         "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
     detection_s: Seconds | None = Field(
-        None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
+        default=None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
     )
     restart_s: Seconds = Field(
-        300.0,
+        default=300.0,
         description="Seconds from then until all ranks are there again, without reading. Default: assumed; MegaScale "
         "noticed and examined failures in less than ten minutes (arXiv:2402.15627).",
     )
     disk_bandwidth: FinitePositive = Field(
-        1e9,
+        default=1e9,
         description="Bytes a second that a node writes to, or reads from, the storage of checkpoints. Default: the "
         "next one, of 2,048 nodes.",
     )
     disk_bandwidth_total: FinitePositive = Field(
-        2e12,
+        default=2e12,
         description="Bytes a second of all nodes together. Default: what the storage of Llama 3 sustained "
         "(arXiv:2407.21783, section 3.3.1).",
     )
     copy_bandwidth: FinitePositive = Field(
-        4e9,
+        default=4e9,
         description="Bytes a second that a rank copies from its device to the memory of the host. Default: assumed.",
     )
 
@@ -100,10 +104,10 @@ class StragglersConfig(FrozenModel):
     """When a rank is named that is slower than the others by itself; see docs/watchdog.md."""
 
     over: Annotated[Size, Field(le=MOST_STEPS)] = Field(
-        20, description="The last steps of each rank, whose median counts."
+        default=20, description="The last steps of each rank, whose median counts."
     )
     deviations: float = Field(
-        5.0,
+        default=5.0,
         gt=0,
         allow_inf_nan=False,
         description="Median absolute deviations from the median of all ranks, scaled as a standard deviation is.",
@@ -113,18 +117,22 @@ class StragglersConfig(FrozenModel):
 class MetricsConfig(FrozenModel):
     """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
 
-    ranks: bool = Field(True, description="A file of each rank in output_dir/ranks, with its times and memory by step.")
+    ranks: bool = Field(
+        default=True, description="A file of each rank in output_dir/ranks, with its times and memory by step."
+    )
     norms_every: Size | None = Field(
-        None, description="Steps between those in which norms of the gradients are measured by block; null: none."
+        default=None,
+        description="Steps between those in which norms of the gradients are measured by block; null: none.",
     )
     communication_every: Size | None = Field(
-        None, description="Steps between those in which exposed communication is measured; null: none."
+        default=None, description="Steps between those in which exposed communication is measured; null: none."
     )
     timeline_every: Size | None = Field(
-        100, description="Steps between those in which ranks of a pipeline note when they compute what; null: none."
+        default=100,
+        description="Steps between those in which ranks of a pipeline note when they compute what; null: none.",
     )
     stragglers: StragglersConfig | None = Field(
-        StragglersConfig(), description="Which ranks are named as slow, of 4 or more; null: none."
+        default=StragglersConfig(), description="Which ranks are named as slow, of 4 or more; null: none."
     )
 
 
@@ -147,9 +155,9 @@ Allowed = Literal[
 class ResumeConfig(FrozenModel):
     """From where a run goes on, and what may have changed."""
 
-    source: str = Field("auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
     allow: list[Allowed] = Field(
-        [],
+        default=[],
         description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
         "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
         "new order, and another batch size goes on in the old one.",
@@ -159,8 +167,8 @@ class ResumeConfig(FrozenModel):
 class ElasticConfig(FrozenModel):
     """How many ranks a run may have."""
 
-    min: Annotated[Size, Field(le=4096)] = Field(1, description="At least so many.")
-    max: Annotated[Size, Field(le=4096)] = Field(4096, description="At most so many, of those that nproc says.")
+    min: Annotated[Size, Field(le=4096)] = Field(default=1, description="At least so many.")
+    max: Annotated[Size, Field(le=4096)] = Field(default=4096, description="At most so many, of those that nproc says.")
 
     @model_validator(mode="after")
     def _is_a_range(self) -> ElasticConfig:
@@ -182,20 +190,22 @@ Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH.pattern}$")]
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 
-    set: str = Field(HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
-    n: Size = Field(1, description="How many.")
+    set: str = Field(default=HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
+    n: Size = Field(default=1, description="How many.")
 
 
 class OnSignalConfig(FrozenModel):
     """What a signal does that announces the end of a job: the run stops after its step, and saves."""
 
     signals: list[StopName] = Field(
-        ["SIGTERM", "SIGUSR1", "SIGINT"],
+        default=["SIGTERM", "SIGUSR1", "SIGINT"],
         description="Which; []: none, so that each ends the run at once. SIGINT is Ctrl-C.",
     )
-    exit_code: int = Field(143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so.")
+    exit_code: int = Field(
+        default=143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so."
+    )
     grace_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None,
+        default=None,
         description="Seconds from the signal until the job is ended: a save that would take longer, by those before, "
         "is not begun. null: as long as it takes.",
     )
@@ -205,14 +215,14 @@ class ReplicateConfig(FrozenModel):
     """Copies of the state in the memory of nodes; see docs/memory-copies.md."""
 
     to: Literal["neighbour"] = Field(
-        "neighbour",
+        default="neighbour",
         description="Where each rank's state is copied to, beside the memory of its own node: that of the next one.",
     )
     every: Size = Field(
-        1, description="Steps between copies. One that is not done when the next is due makes that be left out."
+        default=1, description="Steps between copies. One that is not done when the next is due makes that be left out."
     )
     bandwidth: FinitePositive | Bandwidth | None = Field(
-        None,
+        default=None,
         description="Bytes a second that each rank sends to another node, such as 2e9 or 2GB/s; null: as many as there "
         "can be.",
     )
@@ -237,45 +247,45 @@ class CheckpointConfig(FrozenModel):
     """Checkpoints; after the last step, too, if there are any. See docs/storage.md."""
 
     every: Size | Duration | list[Size | Duration] | None = Field(
-        None,
+        default=None,
         description="Steps between checkpoints, such as 500; or a time after the last one, or the start, by the clock "
         "of the first rank: 90s, 20m or 1.5h; or both, whichever comes first: [500, 20m]. null: as the next says, or "
         "none.",
     )
     keep_best: KeepBestConfig | None = Field(
-        None,
+        default=None,
         description="Save after each evaluation that is among the best n, and keep these, too: {set: held_out, n: 1}.",
     )
-    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
-    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
-    asynchronous: bool = Field(True, description="Go on training while one is written.")
+    keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
+    keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
+    asynchronous: bool = Field(default=True, description="Go on training while one is written.")
     on_error: Literal["stop", "continue"] = Field(
-        "stop",
+        default="stop",
         description="What to do when one, or metrics.jsonl, cannot be written; what was there is kept either way.",
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(
-        3,
+        default=3,
         description="Attempts after the first, half a second later and then twice as long each time, at most 30 s, "
         "where an error may be gone a moment later: EIO, ESTALE, time-outs, and those of a server.",
     )
     to: PathText | None = Field(
-        None,
+        default=None,
         description="Where they go: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
         "output_dir/checkpoints. Another run has another.",
     )
     key_file: PathText | None = Field(
-        None,
+        default=None,
         description="A file with a secret of at least 32 bytes, the same on all nodes: checkpoints are signed with it, "
         "and others are refused; null: neither.",
     )
     replicate: Literal["neighbour"] | ReplicateConfig | None = Field(
-        None,
+        default=None,
         description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
         "which ranks that are begun anew go on (max_restarts): neighbour, or {every: 1, bandwidth: 1GB/s}; null: go on "
         "from checkpoints alone. See docs/memory-copies.md.",
     )
     on_signal: OnSignalConfig | None = Field(
-        None,
+        default=None,
         description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM, SIGUSR1 and "
         "SIGINT, if checkpoints are saved otherwise.",
     )
