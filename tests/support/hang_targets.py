@@ -48,15 +48,16 @@ def places():
     from meshwright.checkpoint.saving import Saving
     from meshwright.data import Feed
     from meshwright.manager.data_parallel import DataParallelManager
+    from meshwright.manager.forward import Forward
     from meshwright.train.run.journal import RankLog
 
     return {
         "nothing": (DataParallelManager, "forward_backward", -1, stop),
         "data": (Feed, "microbatches", 4, wait_long),
         "data lock": (Feed, "microbatches", 4, lock_forever),
-        "forward": (DataParallelManager, "_loss", 9, wait_long),
+        "forward": (Forward, "loss", 9, wait_long),
         "callback": (RankLog, "on_step_end", 3, wait_long),
-        "sleepy loss": (DataParallelManager, "_loss", 0, sleeping(0.6)),
+        "sleepy loss": (Forward, "loss", 0, sleeping(0.6)),
         "long first step": (DataParallelManager, "forward_backward", 1, sleeping(7)),
         "sleepy data": (Feed, "microbatches", 0, sleeping(0.05)),
         "step": (DataParallelManager, "forward_backward", 2, stop),
