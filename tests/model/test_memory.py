@@ -146,6 +146,7 @@ def test_one_meter_within_another_does_not_end_it() -> None:
     assert measure_memory(work, []).after.total == 0
 
 
+@pytest.mark.slow
 def test_the_cost_of_an_operation_does_not_grow_with_what_is_held() -> None:
     def seconds(count: int) -> float:
         held = [_floats(1) for _ in range(count)]

@@ -160,7 +160,7 @@ def test_nothing_else_writes_to_a_terminal() -> None:
     assert found == {"core/meshwright/files/terminal.py": ["warnings.warn", "Console", "Text.from_markup"]}
 
 
-MARKUP = {"replay/told.py", "profile/show.py", "train/run/output.py", "cli/check_report.py"}
+MARKUP = {"replay/render.py", "profile/show.py", "train/run/output.py", "cli/check_report.py"}
 
 
 def test_markup_is_in_few_places() -> None:

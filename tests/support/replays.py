@@ -22,8 +22,9 @@ from meshwright.replay.rank import replay_rank
 from meshwright.replay.start import Replayed, replay
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
-from meshwright.train.run import assembly, run_rank
+from meshwright.train.run import assembly
 from meshwright.train.run.run_file import load_run
+from meshwright.train.run.run_rank import run_rank
 
 STEPS = 6
 
