@@ -74,12 +74,12 @@ def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refuse
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
     device = _device(tmp_path, memory_bytes=100_000)
-    refused = accompany(load_run(_file(tmp_path, plan={"device": device})), 2)
+    refused = accompany(load_run(_file(tmp_path, strategy_config={}, plan={"device": device})), 2)
     assert refused is not None
     assert str(refused.refusal).startswith("the run does not fit: a rank would take ")
     assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal)
     asked = {"device": device, "when_too_large": "warn"}
-    warned = accompany(load_run(_file(tmp_path, plan=asked)), 2)
+    warned = accompany(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2)
     assert warned is not None
     assert warned.refusal is None
     assert "warning: the run does not fit" in capsys.readouterr().err

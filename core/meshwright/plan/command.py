@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -62,42 +62,53 @@ def plan(
     traceback: Traceback = False,
 ) -> None:
     """Plan a run: memory, traffic and time of its ranks, by the code that would run, on tensors without memory."""
-    pictures = (html_file, png_directory)
+    file, changes, pictures = run_file or Path(), assignments or [], (html_file, png_directory)
     with told(traceback):
         _check_one_wish(run_file, world=world, gpus=gpus, calibrate=calibrate)
         _check_belonging("gpus", gpus, batch_tokens=batch_tokens, max_nodes=max_nodes, write=run_out)
         _check_belonging("calibrate", calibrate, ranks=calibrated_ranks)
         _check_belonging("world", world, rank=ranks)
         if calibrate is not None:
-            from ..launch.join import join
-            from ..launch.rank import leave
-            from .calibration.calibrate import calibrate_to
-
-            join()
-            leave(calibrate_to(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
-        file, device, changes = run_file or Path(), device or DEVICE, assignments or []
+            _calibrate(calibrate, device, calibrated_ranks, traceback)
+        device = device or DEVICE
         if gpus is None:
             _write(_planned(load_job(file, changes), world or 1, device, ranks, expert_imbalance, pictures), json_file)
-            return
-        from .search.recommend import recommend, tables, write_run
+        else:
+            options = {"batch_tokens": batch_tokens, "max_nodes": max_nodes, "expert_imbalance": expert_imbalance}
+            _search(file, changes, gpus, device, options, (json_file, run_out), pictures)
 
-        found = recommend(
-            file,
-            changes,
-            gpus,
-            device,
-            batch_tokens=batch_tokens,
-            max_nodes=max_nodes,
-            expert_imbalance=expert_imbalance,
-        )
-        show(tables(found))
-        _write(found, json_file)
-        best = found["best"][0]
-        if run_out is not None:
-            write_run(best, run_out)
-        if any(each is not None for each in pictures):
-            config, size, layouts = load_job(file, best["assignments"]), found["world_size"], tuple(found["layouts"])
-            _planned(config, size, device, None, expert_imbalance, pictures, layouts)
+
+def _calibrate(file: Path, device: str | None, ranks: int | None, show_traceback: bool) -> NoReturn:
+    from ..launch.join import join
+    from ..launch.rank import leave
+    from .calibration.calibrate import calibrate_to
+
+    join()
+    leave(calibrate_to(file, base=device, ranks=ranks, show_traceback=show_traceback))
+
+
+def _search(
+    file: Path,
+    changes: list[str],
+    gpus: int,
+    device: str,
+    options: dict[str, Any],
+    written: tuple[Path | None, Path | None],
+    pictures: tuple[Path | None, Path | None],
+) -> None:
+    """Recommend layouts; write them as JSON, the best as a run file, and pictures of the best."""
+    from .search.recommend import recommend, tables, write_run
+
+    json_file, run_out = written
+    found = recommend(file, changes, gpus, device, **options)
+    show(tables(found))
+    _write(found, json_file)
+    best = found["best"][0]
+    if run_out is not None:
+        write_run(best, run_out)
+    if any(each is not None for each in pictures):
+        config, size, layouts = load_job(file, best["assignments"]), found["world_size"], tuple(found["layouts"])
+        _planned(config, size, device, None, options["expert_imbalance"], pictures, layouts)
 
 
 def load_job(run_file: Path, assignments: list[str]) -> RunConfig:

@@ -50,11 +50,8 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Shard `model` in place along the named axes of a mesh.
 
-    Every rank gives a model with the same weights, or one on the meta device: those are drawn as the random generator
-    of the first rank has them.
-
     Args:
-        model: to train; preferably on the meta device.
+        model: to train, with the same weights on all ranks; or on the meta device, initialized as on the first rank.
         device_mesh: with an axis of the name `dp_mesh_name`, and perhaps the others.
         param_dtype: to compute in, where `mp_policy` is None; sums and outputs are float32, or float64 if it is.
         mp_policy: mixed precision; its `output_dtype` is that of the whole model.
@@ -66,9 +63,6 @@ def fsdp2_strategy_parallelize(
         dp_mesh_name: the axis to shard over; a pair (replicate, shard) for HSDP.
         tp_mesh_name: the axis of tensor parallelism.
         dp_cp_mesh_name: the axis or view to shard over instead, where the mesh has it.
-
-    Returns:
-        The same model.
 
     Raises:
         MeshError: the mesh has no axis of the name, or another axis of 2 or more ranks than those that are named.
@@ -89,8 +83,7 @@ def fsdp2_strategy_parallelize(
     options = UnitOptions(dp_mesh, policy, offloading)
     check_trainable(model)
     with _weights_afterwards(model, device_mesh.device_type, options):
-        layout = model_layout(model)
-        tensor_parallel = None
+        layout, tensor_parallel = model_layout(model), None
         if tp_mesh is not None:
             separate = separate_names(model, layout)
             tensor_parallel = parallelize_tensors(
