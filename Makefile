@@ -60,7 +60,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
-	$(BIN)/mypy tests/support/planted.py  # strategies of users override the same methods
+	MYPYPATH=tests $(BIN)/mypy tests/support/planted.py  # strategies of users override the same methods
 
 # The site, into build/site; a link that leads nowhere is an error.
 docs: .venv/installed

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import step_directory
 
 from meshwright import Checkpointer, load_checkpoint
 from meshwright.checkpoint.agreement import Agreement, held_by, shares_of
 from meshwright.checkpoint.index import INDEX
-from meshwright.checkpoint.manifest import step_directory
 from meshwright.checkpoint.places import LocalFolder
 from meshwright.checkpoint.saving import Saving, content_of
 from meshwright.checkpoint.values import settings_of

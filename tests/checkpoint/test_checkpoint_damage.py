@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import error_of, flip, reseal, restored
+from support.checkpoints import error_of, flip, reseal, restored, step_directory
 from typer.testing import CliRunner
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, newest_checkpoint, read_manifest
 from meshwright.checkpoint.index import INDEX, read_index
-from meshwright.checkpoint.manifest import MANIFEST, step_directory
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.verifying import shown
 from meshwright.cli import main as cli
 from meshwright.data.tokenizer import train_tokenizer

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import step_directory
 
 from meshwright.base.errors import CheckpointError, TornCheckpointError
 from meshwright.checkpoint import places
 from meshwright.checkpoint.directory import move_aside, retain, tidy
 from meshwright.checkpoint.drafts import LocalDraft
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_directory, steps_in
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, steps_in
 from meshwright.checkpoint.places import STEP, Access, LocalFolder
 
 

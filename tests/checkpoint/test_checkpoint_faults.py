@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import error_of
+from support.checkpoints import error_of, step_directory
 
 from meshwright import Checkpointer, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import read_manifest, saving
 from meshwright.checkpoint.drafts import Draft
-from meshwright.checkpoint.manifest import StoredFile, step_directory, steps_in
+from meshwright.checkpoint.manifest import StoredFile, steps_in
 from meshwright.checkpoint.payload import write_tensors
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager

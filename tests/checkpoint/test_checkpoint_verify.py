@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import error_of, flip
+from support.checkpoints import error_of, flip, step_directory
 from support.commands import write_run
 from typer.testing import CliRunner
 
@@ -19,7 +19,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.checkpoint import newest_checkpoint, read_manifest
 from meshwright.checkpoint.directory import retain, tidy
 from meshwright.checkpoint.keys import Key, read_key
-from meshwright.checkpoint.manifest import MANIFEST, SIGNATURE, step_directory, steps_in
+from meshwright.checkpoint.manifest import MANIFEST, SIGNATURE, steps_in
 from meshwright.checkpoint.places import Access, LocalFolder
 from meshwright.cli import main as cli
 from meshwright.testing import Case, pool

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support.commands import MODEL as LLAMA
 from support.measures import measure_memory
 from support.tiers import mostly_slow
 
@@ -21,15 +22,6 @@ from meshwright.model.pretrained import build_model, dtype_of
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
 GPT2 = {"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "n_positions": 32}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import MODEL as LLAMA
 
 from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees
@@ -13,15 +14,6 @@ from meshwright.model.configuration import config_from_mapping
 from meshwright.model.layout import ModelSize
 from meshwright.train.run.model_trial import check_memory, try_model
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
 BAD = {
     "key and value heads that do not divide": (
         {"num_attention_heads": 4, "num_key_value_heads": 3},

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.manifest import MANIFEST, step_name
 from meshwright.tensors.ownership import Rectangle
 
 
@@ -73,3 +73,7 @@ def layouts(draw: st.DrawFn) -> list[list[Rectangle]]:
                 # A rank may have the same part twice.
                 held[rank] += [Rectangle(f"t{number}", offsets, sizes, itemsize)] * draw(st.integers(1, 2))
     return held
+
+
+def step_directory(root: Path, step: int) -> Path:
+    return root / step_name(step)

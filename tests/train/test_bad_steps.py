@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import step_directory
 from support.commands import command, write_run
 from support.stacks import STACKS
 from torch import Tensor
 
 from meshwright import BadStepConfig, Checkpointer, Loop, StepResult, TrainingError, fit, load_checkpoint
 from meshwright.base.types import Batch
-from meshwright.checkpoint.manifest import step_directory
 from meshwright.events.run import BadStep
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import step_directory
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -33,7 +34,7 @@ from meshwright import (
 )
 from meshwright.base.types import Batch
 from meshwright.checkpoint.directory import best_of
-from meshwright.checkpoint.manifest import step_directory, steps_in
+from meshwright.checkpoint.manifest import steps_in
 from meshwright.checkpoint.values import decoded, plain
 from meshwright.events.step import MEASURED
 from meshwright.strategy.contract import StrategyManager

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from support.checkpoints import step_directory
 from support.runs import Place
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.manifest import step_directory
 from meshwright.data import load_tokenizer
 from meshwright.train.loop.monitors import EarlyStopping
 from meshwright.train.run.output import beginning

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.checkpoints import step_directory
 from support.runs import EVERY, STEPS, TOLERANCE, Place
 from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.manifest import MANIFEST, step_directory
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.data import DataOrder, lay_out
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler, set_schedule

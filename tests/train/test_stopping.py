@@ -22,6 +22,7 @@ import pytest
 import torch
 from kill_sweep import LAYOUTS, Layout, Run, end_session, fingerprint, finish, make_run, members, sweep
 from kill_sweep import STEPS as KILLED_STEPS
+from support.checkpoints import step_directory
 from support.commands import LAUNCHER_VARIABLES, write_run
 from support.runs import Place, output_of_rank
 from support.stacks import STACKS
@@ -38,7 +39,7 @@ from meshwright import (
     optimizer_factory,
 )
 from meshwright.base.stopping import SAME_S
-from meshwright.checkpoint.manifest import step_directory, steps_in
+from meshwright.checkpoint.manifest import steps_in
 from meshwright.data.tokenizing import Worker
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.checkpoints import step_directory
 
 from meshwright import (
     Checkpointer,
@@ -24,7 +25,6 @@ from meshwright import (
     hookimpl,
     load_checkpoint,
 )
-from meshwright.checkpoint.manifest import step_directory
 from meshwright.events.step import MEASURED
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager

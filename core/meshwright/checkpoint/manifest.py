@@ -39,10 +39,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_directory(root: Path, step: int) -> Path:
-    return root / step_name(step)
-
-
 def steps_in(root: Path) -> list[tuple[int, Path]]:
     """List step and directory of each checkpoint in `root`, valid or not, the newest first. Raises CheckpointError."""
     return [(int(place.name.rpartition("-")[2]), root / place.name) for place in all_in(LocalFolder(root))]
