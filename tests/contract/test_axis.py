@@ -45,6 +45,7 @@ def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("registry_of_its_own")
 @pytest.mark.parametrize("name", ["tp=2-objective", "tp=4-objective"])
 def test_conformance_tries_an_objective_on_it(name):
     (cell,) = (cell for cell in conformance("rows", plugin="support.rows_axis") if str(cell) == name)

@@ -78,10 +78,12 @@ def test_memory_is_bounded_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     fill(model, built)
 
 
-def _parallelized(strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any]) -> tuple[Any, ...]:
+def _parallelized(
+    strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int = 1
+) -> tuple[Any, ...]:
     world = open_world("cpu")
     deferred.LARGE_BYTES = 64
-    stack, degrees = resolve(strategy, MeshSizes(), world.size, config=config)
+    stack, degrees = resolve(strategy, MeshSizes(tp_size=tp_size), world.size, config=config)
     manager = stack.build(Mesh(degrees, world))
     seed = world.rank if seed_by_rank else 0
     if meta:
@@ -132,6 +134,15 @@ def test_sharded_on_meta_and_trained_bit_for_bit_as_without(
         assert local == whole[2]
         assert same is tied
         assert torch.equal(table, whole[4])
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_tensors_get_the_weights_of_the_seed_too() -> None:
+    expected = pool(4).run(_parallelized, "fsdp2", False, False, False, {}, 2)
+    for found, whole in zip(pool(4).run(_parallelized, "fsdp2", True, False, False, {}, 2), expected, strict=True):
+        assert found[0].keys() == whole[0].keys()
+        assert all(torch.equal(found[0][name], whole[0][name]) for name in whole[0])
+        assert found[1:3] == whole[1:3]
 
 
 def test_what_has_no_weights_of_its_own_is_refused() -> None:

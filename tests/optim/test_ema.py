@@ -174,17 +174,19 @@ def resumed(
     return averaged(manager, ema)
 
 
+def check_goes_on(case: Case, before: str, after: str, path: str) -> None:
+    pool(LAYOUTS[before][0]).run(resumed, *settings_of(before), case, range(3), None, path)
+    average = expected(case, "all")[0]
+    for found in pool(LAYOUTS[after][0]).run(resumed, *settings_of(after), case, range(3, case.steps), path, None):
+        assert worst(found, average) <= EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("fsdp2", "pipeline over ddp"), ("pipeline over ddp", "megatron_fsdp")], ids=str
 )
 def test_an_average_goes_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
-    case = replace(TIED, schedule=None)
-    path = str(tmp_path / "step")
-    pool(LAYOUTS[before][0]).run(resumed, *settings_of(before), case, range(3), None, path)
-    average = expected(case, "all")[0]
-    for found in pool(LAYOUTS[after][0]).run(resumed, *settings_of(after), case, range(3, case.steps), path, None):
-        assert worst(found, average) <= EXACT
+    check_goes_on(replace(TIED, schedule=None), before, after, str(tmp_path / "step"))
 
 
 def saved_again(strategy: str, config: dict[str, Any], sizes: dict[str, Any], case: Case, paths: list[str]) -> None:
@@ -289,6 +291,27 @@ def test_options_of_an_average_that_mean_nothing_are_errors(config: dict[str, An
 
 
 # -- of adapters
+
+ADAPTED = replace(CASE, tied=None, adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.slow if each == "fsdp2" else pytest.mark.zoo) for each in LAYOUTS]
+)
+def test_adapters_are_averaged_like_other_weights(layout: str) -> None:
+    check_layout(LAYOUTS[layout], ADAPTED, "decay")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("fsdp2", "pipeline over ddp", marks=pytest.mark.slow),
+        pytest.param("megatron_fsdp", "fsdp2", marks=pytest.mark.zoo),
+    ],
+)
+def test_averages_of_adapters_go_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    check_goes_on(replace(ADAPTED, schedule=None), before, after, str(tmp_path / "step"))
+
 
 # -- exported
 

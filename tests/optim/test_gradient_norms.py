@@ -12,13 +12,14 @@ from support.adapter_cases import LAYOUTS as OF_ADAPTERS
 from support.adapter_cases import adapter_case
 from support.tiers import mostly_slow
 
-from meshwright import Loop, StrategyError, StrategyManager, fit
+from meshwright import Loop, StrategyError, StrategyManager, count_tokens, fit
 from meshwright.model.layout import in_order
 from meshwright.tensors.norms import squares_by_part
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager
+from meshwright.testing.parity import build_manager, train_steps
 from meshwright.testing.tasks import FoundNorms, norms_reference, train_by_block
+from meshwright.tracing.collectives import Traffic, measure_collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -96,6 +97,35 @@ def test_asking_changes_no_bit_of_what_is_trained(layout: str) -> None:
         assert mine.outcome.norms == other.outcome.norms
         for name, weight in other.outcome.weights.items():
             assert torch.equal(mine.outcome.weights[name], weight), name
+
+
+def _traffic(strategy: str, sizes: Mapping[str, int]) -> Traffic:
+    """Of asking for them a second time, behind a step's gradients."""
+    manager = build_manager(strategy, {}, sizes, CASES["tied"])
+    train_steps(manager, CASES["tied"], range(1))
+    microbatches = share(CASES["tied"], 1, manager.mesh.data_rank, manager.mesh.data_size)
+    manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
+    manager.gradient_norms()
+    return measure_collectives(manager.gradient_norms)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "calls"),
+    mostly_slow(
+        [
+            ("fsdp2", {}, 1),
+            ("ddp", {}, 0),
+            ("fsdp2", {"dp_replicate_size": 2}, 0),
+            ("fsdp2", {"tp_size": 2}, 1),
+            ("fsdp2", {"pp_size": 2}, 1),
+        ]
+    ),
+)
+def test_one_vector_is_summed_for_each_set_of_groups(strategy: str, sizes: Mapping[str, int], calls: int) -> None:
+    for traffic in pool(2).run(_traffic, strategy, sizes):
+        assert [each.kind for each in traffic] == ["all_reduce"] * calls
+        # Of six numbers: the embedding, four blocks, and the rest.
+        assert traffic.bytes == calls * 6 * 8
 
 
 def test_what_is_not_finite_stays_in_its_part() -> None:

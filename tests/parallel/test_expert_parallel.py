@@ -209,6 +209,9 @@ def test_parity_of_all_types(model_type: str) -> None:
         {"empty": 6},
         {"shares": (1, 2, 3, 6)},
         {"optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"fused": True})},
+        {"max_norm": 5.0, "norm_type": 1.0},
+        {"frozen": ("*layers.0*", "*layers.1*", "*embed*")},
+        {"optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"foreach": True})},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -131,7 +131,7 @@ def test_models_with_plain_parameters(model_type: str, sequence_parallel: bool) 
 )
 def test_state_moves_to_single_and_back(tied: bool, config: dict[str, Any]) -> None:
     case = Case(steps=4, tied=tied)
-    Cell("tensor_only", "tp=2", 2, TP2, "state", case, config, kind="state", plugin="tensor_only").check()
+    Cell("tensor_only", "tp=2", 2, TP2, "state", case, config, kind="state", plugin="support.tensor_only").check()
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,21 @@ def test_no_interval_is_better_than_the_best(every, hold, write, rate):
         assert goodput(replace(fleet, saves=replace(fleet.saves, every=best))) >= goodput(fleet) - 1e-12
 
 
+@pytest.mark.slow
+def test_the_simulated_optimum_is_where_daly_says_within_what_is_simulated():
+    around = [replace(LARGE, saves=replace(LARGE.saves, every=every)) for every in range(4, 121, 4)]
+    found = simulate(around, 600 * LARGE.mtbf_s, runs=64)
+    best = int(found.goodput.argmax())
+    told = best_every(LARGE)
+    # All had the same failures, so what counts is how their differences vary.
+    useful = found.parts["useful"]
+    nearest = min(range(len(around)), key=lambda place: abs(around[place].saves.every - told))
+    apart = useful[best] - useful[nearest]
+    assert apart.mean() <= 3 * apart.std(ddof=1) / math.sqrt(apart.size)
+    assert around[best].saves.every == pytest.approx(told, rel=0.4)
+    assert told == pytest.approx(daly(1.0, LARGE.mtbf_s) / LARGE.step_s, rel=0.05)
+
+
 # -- properties
 
 

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 
 import pytest
 from support.plan_layouts import Layout
+from support.tiers import mostly_slow
 
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees, MeshSizes
@@ -40,6 +41,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 LAYOUTS = {
     "tp": Layout("fsdp2", 4, {"tp_size": 2}, layers=2),
     "pipeline": Layout("fsdp2", 4, {"pp_size": 2}, layers=2, microbatches=3),
+    "compiled on 2 ranks": Layout("fsdp2", 2, layers=2, microbatches=1),
     "compiled": Layout("single", 1, layers=2, microbatches=1),
 }
 """Of the last one all tests are unmarked; of a single rank, it sends nothing."""
@@ -66,11 +68,11 @@ def _layouts(count: int = 40, seed: int = 0) -> list[dict[str, Any]]:
 @functools.cache
 def _subject(name: str) -> Shown:
     job, device = LAYOUTS[name].job(), _device()
-    job = replace(job, is_compiled=name == "compiled")
+    job = replace(job, is_compiled=name.startswith("compiled"))
     return shown(job, device, plan(job, device, [0]), _layouts())
 
 
-@pytest.fixture(params=["compiled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "pipeline"))])
+@pytest.fixture(params=mostly_slow(LAYOUTS, "compiled"))
 def subject(request) -> Shown:
     return _subject(request.param)
 

@@ -25,6 +25,7 @@ from support.flipping import FLIPPED_AFTER, run_with_a_flip
 from support.runs import Place, output_of_rank
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.processes import identity_of
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, sealed, verify
 from meshwright.checkpoint.places import DEFAULT
 from meshwright.memory import keepers, wire
@@ -197,6 +198,27 @@ def test_a_keeper_imports_no_torch_and_ends_if_who_it_is_for_has(tmp_path: Path)
     command = [sys.executable, "-m", "meshwright.memory.keeper", str(tmp_path / "keeper.sock")]
     subprocess.run([*command, str(os.getpid()), "another process"], timeout=20, check=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_socket_of_a_keeper_goes_when_its_launcher_ends(tmp_path: Path) -> None:
+    launcher, name = subprocess.Popen(["sleep", "60"]), str(tmp_path / "keeper.sock")
+    command = [sys.executable, "-m", "meshwright.memory.keeper", name, str(launcher.pid), identity_of(launcher.pid)]
+    keeper = subprocess.Popen(command)
+    try:
+        until, is_there = time.monotonic() + 20, False
+        while time.monotonic() < until and keeper.poll() is None and not is_there:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                is_there = connection.connect_ex(name) == 0
+            time.sleep(0.02)
+        assert is_there
+        # Nobody waits for it yet: it is dead all the same.
+        launcher.kill()
+        assert keeper.wait(5) == 0
+        assert not list(tmp_path.iterdir())
+    finally:
+        launcher.kill()
+        keeper.kill()
+        launcher.wait()
 
 
 # -- what is read

@@ -177,9 +177,11 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
 # -- whole files
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    "count", [400, pytest.param(3000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.zoo)]
+)
 def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
-    path, files = tmp_path / "odd.yaml", OddRunFiles(MINIMAL, seed=16 + (count > 400))
+    path, files = tmp_path / "odd.yaml", OddRunFiles(MINIMAL, seed=16 + (count > 3000))
     schema = jsonschema.Draft202012Validator(run_schema())
     counts: Counter[str] = Counter()
     for number in range(count):

@@ -171,8 +171,10 @@ PLACES: dict[str, Layout] = {
 }
 
 
-def _trained(layout: Layout, kind: str, model_type: str, features: int = 1) -> Outcome:
-    model = _model(kind, model_type, features=features)
+def _trained(layout: Layout, kind: str, model_type: str, features: int = 1, device: str = "cpu") -> Outcome:
+    with torch.device(device):
+        model = _model(kind, model_type, features=features)
+    torch.manual_seed(0)
     case = Case(steps=4, model_type=model_type)
     return trained_by(_manager(layout, model), case, OBJECTIVES[kind], functools.partial(_microbatches, kind))
 
@@ -197,6 +199,23 @@ def test_values_of_tokens_train_as_on_one_rank(name: str) -> None:
 def test_rewards_of_sequences_train_as_on_one_rank(name: str) -> None:
     layout = PLACES[name]
     assert _worst(layout, "sequences", "gpt2" if layout.model == "llama" else layout.model) <= TOLERANCE
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", AUTO)
+def test_every_head_of_every_model_trains_as_on_one_rank(kind: str, model_type: str) -> None:
+    for name, layout in PLACES.items():
+        if name != "ep":
+            assert _worst(layout, kind, model_type) <= TOLERANCE, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "tp", "pp"])
+@pytest.mark.parametrize("kind", AUTO)
+def test_heads_on_the_meta_device_get_the_values_of_their_class(kind: str, name: str) -> None:
+    found = pool(PLACES[name].ranks).run(_trained, PLACES[name], kind, "llama", 1, "meta")
+    assert difference(found, _expected(kind, "llama")).worst <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,14 +15,17 @@ from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from meshwright import ModelError, open_world
+from meshwright import ModelError, model_layout, open_world
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor.collectives import chunk_sizes
+from meshwright.step.forward_options import forward_options
 from meshwright.step.lm_head import RowHead
+from meshwright.step.tokens import target_loss_sum
 from meshwright.tensors.ops import tensors_in
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.models import case_vocab
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
+from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 from meshwright.tracing.observe import Observer
 
 CHUNK = 5
@@ -174,6 +178,25 @@ def test_what_is_done_to_logits_is_done_to_rows_or_told(name: str) -> None:
     assert (of_loss <= tolerance, of_gradients <= tolerance) == (True, True)
     expected = [] if reason is None else [f"the loss of Bag needs whole logits, rows x vocabulary ({reason}"]
     assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+
+
+WHOLE = {"prophetnet", "inkling2_text"}
+"""Types of transformers that look at their logits before they return them."""
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", zoo_types())
+def test_nearly_all_models_of_transformers_give_their_logits_by_rows(model_type: str) -> None:
+    if zoo_reason(model_type) is not None:
+        pytest.skip("does not train as a causal LM")
+    model = zoo_model(model_type, seed=0, dtype=torch.float64, tied=None).eval()
+    ids_BS, options = torch.arange(16)[None] % 7 % zoo_vocab(model_type), forward_options(model, in_parts=True)
+    loss = RowLoss(RowHead(model, model_layout(model).head or ""), CHUNK, is_divided=False, model=model_type)
+    with open_world("cpu") as world, pytest.warns() if model_type in WHOLE else nullcontext():
+        loss.choose(lambda: model(input_ids=ids_BS, **options), world)
+        answer, _ = loss.share(lambda: model(input_ids=ids_BS, **options), ids_BS, torch.tensor(7), lambda *_: None)
+    whole = target_loss_sum(model(input_ids=ids_BS, **options).logits, ids_BS) / 7
+    torch.testing.assert_close(answer, whole, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 def test_a_model_that_changes_its_ways_is_refused() -> None:

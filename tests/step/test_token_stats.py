@@ -12,7 +12,7 @@ from support.objective_layouts import LAYOUTS, Layout, case_of, everything, pack
 from support.tiers import mostly_slow
 from torch import Tensor
 
-from meshwright import BatchError
+from meshwright import BatchError, MeshwrightError
 from meshwright.base.types import IGNORED_LABEL, Batch, TokenStatistic
 from meshwright.step.tokens import targets
 from meshwright.testing import Case, pool
@@ -164,3 +164,30 @@ def test_a_name_that_is_not_known_is_refused_on_all_ranks(name: str) -> None:
 
 
 # -- architectures
+
+TYPES = (
+    *("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "gpt2", "gpt_neox", "olmo2", "granite", "cohere"),
+    *("mixtral", "qwen3_moe", "stablelm", "deepseek_v3"),
+)
+"""With soft caps (gemma2), scaled logits (granite, cohere), biases and learned positions (gpt2), experts."""
+
+
+def _attempt(layout: Layout, case: Case, kinds: Sequence[str]) -> Any:
+    try:
+        return _stats(layout, case, kinds, {})
+    except MeshwrightError as error:
+        return str(error)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_architectures_in_every_layout(model_type: str, name: str) -> None:
+    """Those that the layout takes; who refuses says why, on all ranks."""
+    layout = LAYOUTS[name]
+    case, kinds = case_of(layout, model_type=model_type, tied=None), ("plain", "plain", "plain")
+    refused = {each for each in pool(layout.ranks).run(_attempt, layout, case, kinds) if isinstance(each, str)}
+    if refused:
+        assert len(refused) == 1
+        pytest.skip(refused.pop())
+    assert _compare(layout, case, kinds) <= WITHIN

@@ -105,6 +105,7 @@ def _bug(strategy: str, caught: list[str], unseen: list[str], *, is_slow: bool =
         _bug("counts_all_sharers", ["tp=2-objective"], ["tp=2-ragged_masks", "one_rank-objective"]),
     ],
 )
+@pytest.mark.usefixtures("registry_of_its_own")
 def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], unseen: list[str]) -> None:
     cells = {str(cell): cell for cell in conformance(strategy, plugin="support.planted")}
     results = {name: cells[name].run() for name in (*caught, *unseen)}

@@ -224,6 +224,18 @@ def test_gradients_of_a_loop_by_hand_are_sums_and_finishing_too_early_is_an_erro
     assert len({tuple(texts) for _, *texts in results}) == 1
 
 
+def _forced() -> bool:
+    _, engine = _ten(use_distributed_optimizer=True)
+    engine(torch.ones(1, 100)).sum().backward()
+    local = engine.buffers[0].gradients.clone()
+    engine.finish_grad_sync(force_all_reduce=True)
+    return torch.equal(engine.buffers[0].gradients, 2 * local)
+
+
+def test_force_all_reduce_reduces_all_of_a_bucket_to_every_rank() -> None:
+    assert pool(2).run(_forced) == [True, True]
+
+
 # -- when and how much is communicated
 
 

@@ -272,6 +272,20 @@ def test_autocast_with_a_wide_output_keeps_the_residual_stream_wide(
     assert pool(2).run(_stream, model_type, config, sizes) == [{(FP32, False)}] * 2
 
 
+def _cast(policy: dict[str, Any]) -> torch.dtype:
+    """The dtype of what a block takes in."""
+    manager = build_manager("fsdp2", {"mp_policy": policy}, {}, Case(dtype="float32"))
+    block, seen = manager.model_parts[0].model.layers[0], []
+    block.forward = lambda hidden: (seen.append(hidden.dtype), hidden)[1]
+    block(torch.zeros(1, 2, 36))
+    return seen[0]
+
+
+def test_inputs_are_cast_unless_told_otherwise() -> None:
+    assert pool(1).run(_cast, {"param_dtype": "bfloat16"}) == [BF16]
+    assert pool(1).run(_cast, {"param_dtype": "bfloat16", "cast_forward_inputs": False}) == [FP32]
+
+
 # -- recomputation and compile
 
 

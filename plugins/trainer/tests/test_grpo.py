@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 ALL = ("greedy", "dapo", "apart", "bnpo", "dr_grpo", "lora", "cispo", "luspo", "sapo", "vespo")
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2": (2, 2, {"strategy": "fsdp2"}, ALL),
-    "tp2": (2, 1, {"strategy": "fsdp2", "tp_size": 2}, ("greedy", "bnpo", "lora", "sapo")),
+    "tp2": (2, 1, {"strategy": "fsdp2", "tp_size": 2}, ("greedy", "dapo", "bnpo", "dr_grpo", "lora", "sapo")),
     "tp2 of two": (4, 2, {"strategy": "fsdp2", "tp_size": 2}, ("greedy", "dapo")),
     "ddp": (2, 2, {"strategy": "ddp"}, ("greedy", "dapo", "lora")),
     "cp2": (2, 1, {"strategy": "fsdp2", "cp_size": 2}, ("greedy",)),
