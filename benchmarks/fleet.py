@@ -33,7 +33,7 @@ from meshwright.plan.fleet.simulation import DAY, simulate
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan
 from meshwright.train.run.run_file import RunConfig
-from meshwright.train.run.run_sections import PlanConfig
+from meshwright.plan.config import PlanConfig
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fleet.json"

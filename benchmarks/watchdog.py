@@ -26,7 +26,7 @@ from one_contest import compete
 
 from meshwright.launch.hang import read_signs
 from meshwright.launch.pulse import SIGNS, Pulse, write_sign
-from meshwright.launch.rank import connect_store
+from meshwright.launch.store import connect_store
 from meshwright.mesh.progress import At, Progress, Sign
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import moments_of

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from meshwright.base.validation import validated
+from meshwright.files.parsing import assigned
 from meshwright.guide.explain.facts import Facts, facts_of
 from meshwright.guide.explain.words import sections_of
-from meshwright.train.run.run_file import RunConfig, assigned
+from meshwright.train.run.run_file import RunConfig
 
 RUN: dict[str, Any] = {
     "model": {

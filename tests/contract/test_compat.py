@@ -20,7 +20,7 @@ import meshwright_ddp._compat
 import meshwright_fsdp2._compat
 from meshwright import Mesh, MeshSizes, StrategyError, open_world
 from meshwright._compat import torch_versions
-from meshwright._compat.planning import Fakes, handed_on, in_backward, is_asking_for_shapes
+from meshwright._compat.planning import Fakes, handed_on, in_backward
 from meshwright._compat.torch import (
     GLOO_THREAD,
     TorchDispatchMode,
@@ -30,6 +30,7 @@ from meshwright._compat.torch import (
     gather_packed,
     group_timeout,
     groups_with_timeout,
+    is_asking_for_shapes,
     live_groups,
     own_parameters,
     packed_shard,

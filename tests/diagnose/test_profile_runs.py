@@ -16,7 +16,8 @@ from support.commands import write_run
 from support.runs import Place
 
 from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
-from meshwright._compat.profiling import flight_records, is_profiled, marked, quieten_kineto, seen_by
+from meshwright._compat.profiling import flight_records, quieten_kineto, seen_by
+from meshwright._compat.torch import is_profiled, marked
 from meshwright.base.types import Batch
 from meshwright.profile.activity import exposed_communication
 from meshwright.profile.faults import FaultFiles

@@ -16,8 +16,8 @@ from typing import Any
 from flips import first_gradient, first_held, flip
 from torch import Tensor
 
+from meshwright.base.processes import leave
 from meshwright.events.step import StepResult
-from meshwright.launch.rank import leave
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry

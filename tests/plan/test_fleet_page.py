@@ -17,7 +17,7 @@ from meshwright.plan.fleet import advice
 from meshwright.plan.fleet.advice import Costs
 from meshwright.plan.fleet.fleet import HOUR, NODES, PAIRS, Copies, Fleet, Saves, best_every, goodput
 from meshwright.train.run.run_file import RunConfig
-from meshwright.train.run.run_sections import PlanConfig
+from meshwright.plan.config import PlanConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -39,7 +39,7 @@ from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan
 from meshwright.testing.pool import pool
 from meshwright.train.run.run_file import RunConfig
-from meshwright.train.run.run_sections import PlanConfig
+from meshwright.plan.config import PlanConfig
 
 RATE = PlanConfig().failures_per_rank_hour
 STEP_S, RANKS = 5.0, 128

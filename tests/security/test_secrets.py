@@ -19,7 +19,7 @@ from meshwright.clusters.files import files_of, write
 from meshwright.clusters.job import Job, plan_job
 from meshwright.events.run import TrackerSpec
 from meshwright.train.run import trackers
-from meshwright.train.run.launch_section import HIDDEN, is_secret, resolved
+from meshwright.train.run.secrets import HIDDEN, is_secret, resolved
 from meshwright.train.run.run_file import RunConfig, as_plain
 
 SECRET = "correct-horse-battery-staple"

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 
+from meshwright.base.processes import leave
 from meshwright.launch.local import launch, warm_up
-from meshwright.launch.rank import guarded, leave
+from meshwright.launch.rank import guarded
 from meshwright.train.run.run_file import load_run
 from meshwright.train.run.run_rank import run_rank
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch.rank import leave
+from meshwright.base.processes import leave
 from meshwright.train.run import start as starting
 from meshwright.train.run.run_file import load_run
 from meshwright.train.run.run_rank import run_rank

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -116,16 +116,6 @@ def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
     if name == "_c10d_functional._wrap_tensor_autograd.default":
         return AsyncCollectiveTensor(given[0])
     return given[0] if name == "_c10d_functional.wait_tensor.default" else None
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is of torch's own class, a parameter or fake, and no other subclass."""
-    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
-
-
-def is_asking_for_shapes() -> bool:
-    """Return whether torch runs an operator for its shapes alone, as DTensor does for those that it first sees."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def start_fake_group(rank: int, size: int) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
-from torch.profiler import record_function
 
 from .torch_versions import category_of
 
@@ -18,16 +16,6 @@ from .torch_versions import category_of
 def quieten_kineto() -> None:
     """Keep Kineto from writing a line to stderr each time it starts and stops; only this variable switches that off."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")
-
-
-def is_profiled() -> bool:
-    """Return whether a profiler of torch runs in this process; torch has no public check."""
-    return bool(torch.autograd._profiler_enabled())
-
-
-def marked(name: str) -> AbstractContextManager[object]:
-    """Name a stretch of a run in the trace of the torch profiler that runs, if any."""
-    return record_function(name) if is_profiled() else nullcontext()
 
 
 def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
 # private name, though torch's own documentation teaches the class.
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from ..base.errors import MeshError, StrategyError
@@ -297,3 +299,23 @@ def storage_of(tensor: Tensor) -> tuple[int, Any]:
 def version_of(tensor: Tensor) -> int:
     """Return autograd's count of writes into a tensor or a view of the same memory."""
     return tensor._version
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler of torch runs in this process; torch has no public check."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def marked(name: str) -> AbstractContextManager[object]:
+    """Name a stretch of a run in the trace of the torch profiler that runs, if any."""
+    return record_function(name) if is_profiled() else nullcontext()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is of torch's own class, a parameter or fake, and no other subclass."""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+
+
+def is_asking_for_shapes() -> bool:
+    """Return whether torch runs an operator for its shapes alone, as DTensor does for those that it first sees."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

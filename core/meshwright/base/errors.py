@@ -7,6 +7,7 @@ docs/troubleshooting.md.
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
@@ -103,3 +104,8 @@ def said(error: MeshwrightError) -> str:
     # A room's own subclass is documented under the class that it derives from.
     known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
     return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
+
+
+def headline(error: BaseException) -> str:
+    """Return "Type: message" with the notes, as the interpreter ends a traceback."""
+    return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")

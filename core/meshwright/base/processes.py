@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 _POLL_S = 0.5
 
@@ -129,3 +130,12 @@ def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> boo
 
 def _setting(environment: Mapping[str, str]) -> str:
     return next((environment[name] for name in SETTINGS if environment.get(name)), "")
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process: as usual on success; after a failure at once, past every destructor that waits for peers."""
+    if exit_code == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

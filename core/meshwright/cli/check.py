@@ -30,9 +30,9 @@ def check(
 ) -> None:
     """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
     with told(traceback):
+        from ..files.parsing import as_options
         from ..testing.conformance import conformance
         from ..testing.models import known_models
-        from ..train.run.run_file import as_options
         from .check_report import as_table, reasons, run_cells, summary
 
         chosen = None if models is None else known_models(models)

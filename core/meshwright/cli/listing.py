@@ -1,21 +1,13 @@
-"""`meshwright strategies` and `meshwright schema`: what there is to choose from."""
+"""`meshwright strategies`: what there is to choose from."""
 
 from __future__ import annotations
 
-import json
 from textwrap import indent, wrap
 
 from ..files.terminal import say
 from ..mesh.sizes import CLAIMABLE_AXES
 from ..strategy.contract import StrategySpec
 from ..strategy.registry import Registry, get_registry
-
-
-def schema() -> None:
-    """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
-    from ..train.run.run_schema import run_schema
-
-    say(json.dumps(run_schema(), indent=2) + "\n")
 
 
 def strategies() -> None:

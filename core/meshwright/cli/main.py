@@ -9,7 +9,7 @@ import errno
 import os
 import sys
 from contextlib import suppress
-from importlib.metadata import EntryPoint
+from functools import cache
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -18,28 +18,25 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from ..base.errors import ConfigError
-from ..base.processes import prefer_expandable_segments
+from ..base.processes import leave, prefer_expandable_segments
 from ..base.safe_path import protect_children
 from ..base.version import __version__
 from ..files.commands import told
 from ..files.terminal import escape_messages, say
 from ..files.versions import check_torch
-from ..launch.rank import leave
-from ..strategy.registry import ENTRY_POINT_GROUP, Failure, Registry, get_registry
+from ..strategy.registry import Failure, Registry, get_registry, how_to_install
+from .check import check
+from .listing import strategies
 
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-OWN = (
-    "cli.commands",
-    "clusters.command",
-    "guide.doctor.command",
-    "guide.explain.command",
-    "guide.first_run.command",
-    "plan.command",
-    "profile.command",
-    "replay.command",
-    "watch.command",
-)
-"""Modules of this package that bring commands."""
+COMMANDS_OF = {
+    "run": "train export schema init checkpoint data",
+    "plan": "plan explain",
+    "cluster": "launch",
+    "watch": "watch",
+    "diagnose": "replay diff doctor profile",
+}
+"""Commands of plugins of this project, by the extra that installs each."""
 ORDER = "train launch plan strategies check export schema watch replay diff init explain doctor checkpoint data profile"
 """The subcommands in the order of the help; those of other plugins follow."""
 
@@ -48,6 +45,15 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         order = ORDER.split()
         return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None:
+            for extra, names in COMMANDS_OF.items():
+                if args[0] in names.split():
+                    raise ConfigError(
+                        f"{args[0]}: this command is of a plugin that is not installed. {how_to_install(extra)}"
+                    )
+        return super().resolve_command(ctx, args)
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,7 +85,7 @@ def main() -> None:
         # For the commands of plugins, too.
         with told(traceback=False):
             _check_place()
-            add_commands(app, get_registry())
+            app = command_line()
             check_torch()
             app()
     except SystemExit as end:
@@ -139,7 +145,9 @@ def _defect(own: typer.Typer, register: Any, app: typer.Typer) -> str | None:
     return f"its commands exist already: {', '.join(sorted(taken))}" if taken else None
 
 
-def _command_line() -> typer.Typer:
+@cache
+def command_line() -> typer.Typer:
+    """Return the command line, with the commands of the installed plugins."""
     app = typer.Typer(
         name="meshwright",
         cls=_Commands,
@@ -148,9 +156,13 @@ def _command_line() -> typer.Typer:
         pretty_exceptions_enable=False,
         callback=about,
     )
-    own = {room: EntryPoint(room, f"meshwright.{room}", ENTRY_POINT_GROUP) for room in OWN}
-    Registry([], builtins=own).hook.register_commands(app=app)
+    for command in (strategies, check):
+        app.command()(command)
+    add_commands(app, get_registry())
     return app
 
 
-app = _command_line()
+def __getattr__(name: str) -> typer.Typer:
+    if name == "app":
+        return command_line()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

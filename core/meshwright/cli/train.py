@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..files.commands import Assignments, RunFile, Traceback, told, uncollected
+from ..base.errors import ConfigError
+from ..base.processes import leave
+from ..files.commands import Assignments, RunFile, Traceback, output_console, told, uncollected
 from ..launch.environment import started_by_launcher
 from ..launch.join import join
-from ..launch.rank import leave
-from ..strategy.registry import get_registry
+from ..strategy.registry import get_registry, how_to_install
 
 if TYPE_CHECKING:
     from ..train.run.run_file import RunConfig
@@ -50,21 +51,23 @@ def train(
         with uncollected():
             if not started_by_launcher():
                 check_model(config.model, config.data.seq_len)
-            from ..plan.comparison import accompany
             from ..train.run.start import start
 
         startup.end("imports and run file")
-        code = start(config, show_traceback=traceback, accompany=accompany, startup=startup)
+        code = start(config, show_traceback=traceback, startup=startup)
     leave(code)
 
 
 def _plan_only(config: RunConfig) -> None:
     """Show the plan of a run, once for all ranks that a launcher has started."""
-    from ..plan.command import show
-    from ..plan.comparison import plan_of
-    from ..plan.report import tables
     from ..train.run.preflight import processes
 
     count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
-    if os.environ.get("RANK", "0") == "0":
-        show(tables(plan_of(config, count)))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    parts = get_registry().hook.plan_run(config=config, ranks=count)
+    if parts is None:
+        raise ConfigError(f"--plan-only needs a plugin that is not installed. {how_to_install('plan')}")
+    console = output_console(200)
+    for part in parts:
+        console.print(part, highlight=False)

@@ -10,13 +10,7 @@ import typer
 
 from ..files.commands import Traceback, told
 from ..files.terminal import say
-from ..strategy.hooks import hookimpl
 from . import TARGETS, Target
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(launch)
 
 
 def launch(

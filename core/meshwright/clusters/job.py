@@ -20,17 +20,10 @@ from ..data.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
 from ..strategy.stack import resolve
-from ..train.run.launch_section import (
-    HIDDEN,
-    FromEnvironment,
-    LaunchConfig,
-    is_secret,
-    resolved,
-    without_assigned,
-    without_secrets,
-)
 from ..train.run.run_file import RunConfig
+from ..train.run.secrets import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned, without_secrets
 from . import Target
+from .config import LaunchConfig
 
 RUN_FILE = "run.yaml"
 PORT = 29500
@@ -129,7 +122,7 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
     Raises:
         MeshwrightError: as `meshwright train` does.
     """
-    launch = config.launch or LaunchConfig()
+    launch = config.section(LaunchConfig) or LaunchConfig()
     gpus, ranks = _on_each_node(config, launch)
     _, degrees = resolve(
         config.strategy,

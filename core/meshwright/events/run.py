@@ -138,6 +138,26 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
+class RunSection:
+    """A section of the run file that a plugin registers by the hook `register_run_sections`.
+
+    Attributes:
+        name: its key at the top level of the run file.
+        config_cls: its values; at most one section has this class. Code reads them by `RunConfig.section(config_cls)`.
+        description: for the JSON schema and docs.
+        default: of the section if a run file has none; None: the section is null.
+        without_secrets: returns the section as it is written to the run's files and trackers: from the section as
+            plain values, with what looks like a secret hidden, and from the section with all values.
+    """
+
+    name: str
+    config_cls: type[FrozenModel]
+    description: str
+    default: FrozenModel | None = None
+    without_secrets: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda hidden, whole: hidden
+
+
+@dataclass(frozen=True)
 class TrackerSpec:
     """A tracker that a plugin registers by the hook `register_trackers`.
 

@@ -6,6 +6,7 @@ string, too: it is eight in YAML 1.1 and ten in 1.2. Source: YAML 1.2.2, section
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -13,13 +14,15 @@ import re
 import signal
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
 import yaml
+
+from ..base.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
@@ -239,3 +242,31 @@ def reason(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is never run, and is of no class that transformers has"
     return f"{type(error).__name__}: {error}"
+
+
+def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a run file with changes; see `load_run`."""
+    changed = copy.deepcopy(dict(values))
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
+        *parents, last = key.split(".")
+        at = changed
+        for parent in parents:
+            if at.get(parent) is None:
+                at[parent] = {}
+            if not isinstance(child := at[parent], dict):
+                raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
+            at = child
+        at[last] = value
+    return changed
+
+
+def as_options(assignments: Sequence[str]) -> dict[str, Any]:
+    """Return the mapping that "key.of.value=yaml" assignments make."""
+    return assigned({}, assignments)

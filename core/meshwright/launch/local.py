@@ -28,11 +28,11 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..base.errors import ConfigError
-from ..base.processes import Handle, end_with_launcher, identity_of, usable_cores
+from ..base.processes import Handle, end_with_launcher, identity_of, leave, usable_cores
 from ..base.safe_path import protected_children
 from ..files.terminal import say
 from .parent_signals import AGENTS_SIGNALS, interrupts_held, own_signals, passing_on, signal_name
-from .rank import INTERRUPTED, guarded, leave
+from .rank import INTERRUPTED, guarded
 from .store import LOOPBACK, ONE_MACHINE, register_one_machine
 
 if TYPE_CHECKING:

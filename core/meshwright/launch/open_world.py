@@ -12,9 +12,8 @@ from ..base.processes import prefer_expandable_segments
 from ..mesh.world import World, existing_world, start_world
 from .environment import started_by_launcher
 from .join import join, local_rank
-from .rank import CONNECT_TIMEOUT_S, connect_store
 from .slurm import devices_of_step
-from .store import keep_to_loopback, wait_until_connected, world_store
+from .store import CONNECT_TIMEOUT_S, connect_store, keep_to_loopback, wait_until_connected, world_store
 
 
 def open_world(

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from ..base.errors import MeshwrightError, RankError, said
-from ..base.processes import end_with_launcher
+from ..base.errors import MeshwrightError, RankError, headline, said
+from ..base.processes import end_with_launcher, leave
 from ..base.stopping import Stopped
 from ..files.terminal import escape_messages, say
 from ..mesh.progress import Hang, Progress
@@ -30,16 +30,13 @@ from .companion import Companion
 from .environment import host_of_store, rank, started_by_launcher, started_by_torchrun, started_elsewhere, world_size
 from .hang import who_hangs
 from .pulse import Pulse
-from .store import agreed_prefix, host_for_ranks
+from .store import CONNECT_TIMEOUT_S, connect_store
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    pass
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
-
-CONNECT_TIMEOUT_S = 300.0
-"""Ranks may start this far apart."""
 
 BOARD_TIMEOUT_S = 5.0
 """The board's store was there at the start: it answers at once or is gone."""
@@ -69,45 +66,8 @@ TIMEOUT_TEXTS = (
 )
 """Lower-case texts of errors of ranks that have waited for a peer in vain."""
 
-_PREFIX: list[str] = []
-"""Of this world's keys in a store of several worlds, once it is agreed."""
-_PREFIX_LOCK = threading.Lock()
 _PULSES = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
-
-
-def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
-    """Open a connection to the rendezvous store of the world that the environment describes.
-
-    The launcher hosts the store where it can, otherwise rank 0 does. Give each user of it a prefix of its own, as in
-    `init_process_group(store=PrefixStore("world", store), rank=..., world_size=...)`. Under torchrun, which may restart
-    ranks, the first call of a process is collective; see [Note: worlds in one store] in `store`.
-
-    Args:
-        timeout_s: limit for connecting, and for each later wait on the store.
-
-    Raises:
-        RankError: the environment describes no world, or its store does not answer.
-    """
-    from torch.distributed import PrefixStore, rendezvous
-
-    try:
-        host_for_ranks(timeout_s)
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    except (ValueError, RuntimeError, OSError) as error:  # a variable is missing or malformed; nobody answers
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
-        raise RankError(
-            f"no rendezvous store reached within {timeout_s:g} s: {_headline(error)}. The environment has {values}. "
-            "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
-            "every rank can reach."
-        ) from error
-    if not started_by_torchrun():
-        return store
-    with _PREFIX_LOCK:
-        if not _PREFIX:
-            _PREFIX.append(agreed_prefix(store, int(rank()), world_size(), timeout_s=timeout_s))
-    return PrefixStore(_PREFIX[0], store)
 
 
 def guarded(
@@ -194,15 +154,6 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         yield progress
 
 
-def leave(exit_code: int) -> NoReturn:
-    """End the process: as usual on success; after a failure at once, past every destructor that waits for peers."""
-    if exit_code == 0:
-        sys.exit(0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
 def is_echo(error: BaseException) -> bool:
     """Return whether `error`, or what it was raised from, is likely the consequence of a peer's death."""
     from torch.distributed import DistError
@@ -246,13 +197,13 @@ class Failure:
             if error.code is None or isinstance(error.code, int):
                 return cls(error.code or 0, "")
             return cls(1, f"{error.code}\n")
-        echo = _headline(error) if is_echo(error) else ""
+        echo = headline(error) if is_echo(error) else ""
         timed_out = _reads_like(error, TIMEOUT_TEXTS)
         if isinstance(error, MeshwrightError):
             text = _render(error, said(error), with_traceback=show_traceback)
             return cls(error.exit_code, text, echo, timed_out)
         who = f"rank {rank()} failed: " if started_by_launcher() else ""
-        return cls(1, _render(error, who + _headline(error), with_traceback=True), echo, timed_out)
+        return cls(1, _render(error, who + headline(error), with_traceback=True), echo, timed_out)
 
 
 def _settle(failure: Failure) -> int:
@@ -321,17 +272,12 @@ class _Board:
         )
 
 
-def _headline(error: BaseException) -> str:
-    """Return "Type: message" with the notes, as the interpreter ends a traceback."""
-    return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")
-
-
 def _render(error: BaseException, headline: str, *, with_traceback: bool) -> str:
     """Return `headline`, after the traceback if wanted, in place of the interpreter's own last line."""
     if not with_traceback:
         return f"{headline}\n"
     whole = "".join(traceback.format_exception(error)).rstrip("\n")
-    return f"{whole.removesuffix(_headline(error))}{headline}\n"
+    return f"{whole.removesuffix(headline(error))}{headline}\n"
 
 
 def _say(text: str) -> None:

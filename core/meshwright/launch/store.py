@@ -31,8 +31,8 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import RankError
-from .environment import on_one_machine, rank
+from ..base.errors import RankError, headline
+from .environment import on_one_machine, rank, started_by_torchrun, world_size
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -46,6 +46,11 @@ _HOSTED: dict[tuple[str, str], object] = {}
 _LOCK = threading.Lock()
 _POLL_S = 0.01
 _ROOT = "meshwright/same-world"
+_PREFIX: list[str] = []
+"""Of this world's keys in a store of several worlds, once it is agreed."""
+_PREFIX_LOCK = threading.Lock()
+CONNECT_TIMEOUT_S = 300.0
+"""Ranks may start this far apart."""
 
 
 def host_store(address: str, port: int, *, timeout_s: float, spans_machines: bool = False) -> TCPStore | None:
@@ -218,3 +223,37 @@ def _ask(store: Store, rank: int, timeout_s: float) -> str:
     prefix = store.get(key).decode()
     store.set(f"{_ROOT}/confirmed/{prefix}/{rank}", "")
     return prefix
+
+
+def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
+    """Open a connection to the rendezvous store of the world that the environment describes.
+
+    The launcher hosts the store where it can, otherwise rank 0 does. Give each user of it a prefix of its own, as in
+    `init_process_group(store=PrefixStore("world", store), rank=..., world_size=...)`. Under torchrun, which may restart
+    ranks, the first call of a process is collective; see [Note: worlds in one store].
+
+    Args:
+        timeout_s: limit for connecting, and for each later wait on the store.
+
+    Raises:
+        RankError: the environment describes no world, or its store does not answer.
+    """
+    from torch.distributed import PrefixStore, rendezvous
+
+    try:
+        host_for_ranks(timeout_s)
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    except (ValueError, RuntimeError, OSError) as error:  # a variable is missing or malformed; nobody answers
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
+        raise RankError(
+            f"no rendezvous store reached within {timeout_s:g} s: {headline(error)}. The environment has {values}. "
+            "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
+            "every rank can reach."
+        ) from error
+    if not started_by_torchrun():
+        return store
+    with _PREFIX_LOCK:
+        if not _PREFIX:
+            _PREFIX.append(agreed_prefix(store, int(rank()), world_size(), timeout_s=timeout_s))
+    return PrefixStore(_PREFIX[0], store)

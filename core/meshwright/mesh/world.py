@@ -33,8 +33,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .._compat.profiling import marked
-from .._compat.torch import GLOO_THREAD, group_timeout, groups_with_timeout
+from .._compat.torch import GLOO_THREAD, group_timeout, groups_with_timeout, marked
 from ..base.errors import MeshError, MeshwrightError
 from ..events.step import WAIT
 from .progress import Progress

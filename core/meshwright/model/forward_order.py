@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._compat.planning import is_plain
+from .._compat.torch import is_plain
 from ..base.errors import StrategyError
 
 ForwardMethod = Callable[..., Any]

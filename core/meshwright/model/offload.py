@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from .._compat.planning import is_plain
-from .._compat.torch import version_of
+from .._compat.torch import is_plain, version_of
 from .forward_order import ForwardMethod
 from .operators import hidden_in, is_parameter_of, storage_in, tensors_with_memory
 

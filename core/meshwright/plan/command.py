@@ -12,17 +12,11 @@ import typer
 from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..files.commands import Assignments, Traceback, output_console, told, uncollected
-from ..strategy.hooks import hookimpl
 
 if TYPE_CHECKING:
     from ..train.run.run_file import RunConfig
 
 DEVICE = "h100-80gb"
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(plan)
 
 
 def plan(
@@ -79,8 +73,8 @@ def plan(
 
 
 def _calibrate(file: Path, device: str | None, ranks: int | None, show_traceback: bool) -> NoReturn:
+    from ..base.processes import leave
     from ..launch.join import join
-    from ..launch.rank import leave
     from .calibration.calibrate import calibrate_to
 
     join()
@@ -117,8 +111,8 @@ def load_job(run_file: Path, assignments: list[str]) -> RunConfig:
     Raises:
         ConfigError: as training does.
     """
+    from ..train.run.layout import read_job
     from ..train.run.run_file import RunConfig
-    from .asked import read_job
 
     return validated(RunConfig, read_job(run_file, assignments), where=str(run_file))
 
@@ -129,10 +123,10 @@ def check_job(config: RunConfig, world: int) -> None:
     Raises:
         MeshwrightError: as training does.
     """
+    from ..train.run.layout import layout_of
     from ..train.run.run_file import check_model
-    from .asked import laid_out
 
-    laid_out(config, world)
+    layout_of(config, world)
     check_model(config.model, config.data.seq_len)
 
 

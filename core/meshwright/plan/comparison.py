@@ -13,6 +13,7 @@ import torch
 from ..base.errors import MeshwrightError, ModelError
 from ..base.validation import validated
 from ..events.step import StepResult
+from ..files.parsing import assigned
 from ..files.terminal import new_console
 from ..launch.open_world import find_device
 from ..mesh.world import CONTROL_TAG
@@ -22,8 +23,9 @@ from ..strategy.hooks import hookimpl
 from ..tracing.collectives import Recorder
 from ..train.run.model_trial import memory_of_node
 from ..train.run.preflight import find_model
-from ..train.run.run_file import RunConfig, assigned
+from ..train.run.run_file import RunConfig
 from . import device as device_files
+from .config import asked_of
 from .device import Device
 from .job import job_of
 from .meter import StepMeter
@@ -47,7 +49,7 @@ CHANGES: tuple[tuple[str, ...], ...] = (
 
 @dataclass
 class Comparison:
-    """A run's companion; see `meshwright.train.run.run_rank.Companion`.
+    """A run's monitor; see `meshwright.train.run.run_rank.Companion`.
 
     Attributes:
         plan: from `planned.plan`; None, with `why_not`: the run cannot be planned.
@@ -154,9 +156,9 @@ class Comparison:
         return [f"plan beside step {LOOKED_AT + 1}: " + "; ".join(lines)] if lines else []
 
 
-def accompany(config: RunConfig, world_size: int) -> Comparison | None:
-    """Plan a run on so many ranks, as its `plan` section says; see `meshwright.train.run.run_rank.Accompany`."""
-    if not config.plan.enabled:
+def compare(config: RunConfig, world_size: int) -> Comparison | None:
+    """Plan a run on so many ranks, as its `plan` section says; None if it is not valid or asks for no plan."""
+    if not asked_of(config).enabled:
         return None
     try:
         device, has_time = _device(config, world_size)
@@ -186,7 +188,7 @@ def _planned(config: RunConfig, world_size: int, job: Job, device: Device, *, ha
             f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for "
             f"it. {_advice(config, world_size, device)} Or set plan.when_too_large=warn to try it all the same."
         )
-        if config.plan.when_too_large == "refuse":
+        if asked_of(config).when_too_large == "refuse":
             comparison.refusal = refusal
         else:
             new_console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
@@ -234,8 +236,8 @@ def plan_of(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 def _device(config: RunConfig, world_size: int) -> tuple[Device, bool]:
     """Return the device of a run, and whether times on it are known."""
-    if config.plan.device is not None:
-        return device_files.find_device(config.plan.device), True
+    if (name := asked_of(config).device) is not None:
+        return device_files.find_device(name), True
     kind = find_device(config.device)
     if kind.type != "cuda":
         # Allocators of the CPU return what is freed, and ranks on a node share its memory.

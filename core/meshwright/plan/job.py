@@ -14,9 +14,9 @@ from ..model.adapter_options import check_names
 from ..model.configuration import model_config
 from ..model.pretrained import new_model
 from ..optim.build import optimizer_factory, try_optimization
+from ..train.run.layout import layout_of
 from ..train.run.preflight import RunModel, data_and_model_config, find_model
 from ..train.run.run_file import RunConfig
-from .asked import laid_out
 from .trace import Job
 
 
@@ -26,7 +26,7 @@ def job_of(config: RunConfig, world_size: int) -> Job:
     Raises:
         MeshwrightError: what `train` would find wrong with it.
     """
-    stack, degrees, rows = laid_out(config, world_size)
+    stack, degrees, rows = layout_of(config, world_size)
     steps = config.steps or 1
     try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
     found = find_model(config.model)

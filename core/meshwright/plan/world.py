@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat.planning import DEPENDS_ON_VALUES, Fakes, handed_on, is_asking_for_shapes, start_fake_group
-from .._compat.torch import UncompiledMode, is_choice
+from .._compat.planning import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
+from .._compat.torch import UncompiledMode, is_asking_for_shapes, is_choice
 from ..base.errors import MeshError, MeshwrightError
 from ..mesh.world import World
 from ..tensors.ops import has_values, is_on_meta, tensors_in

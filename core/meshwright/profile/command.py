@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from ..files.commands import JsonFile, tell, told, write
-from ..strategy.hooks import hookimpl
 
 Profile = Annotated[
     Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")
@@ -16,14 +15,6 @@ Profile = Annotated[
 Rank = Annotated[int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")]
 Rows = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
 SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw what is shown here.")]
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    profiles = typer.Typer(help="Look at profiles of steps.", no_args_is_help=True)
-    profiles.command()(show)
-    profiles.command()(compare)
-    app.add_typer(profiles, name="profile")
 
 
 def show(

@@ -14,14 +14,8 @@ import torch
 from rich.console import RenderableType
 from torch.profiler import ProfilerActivity, profile
 
-from .._compat.profiling import (
-    dump_memory_snapshot,
-    is_profiled,
-    marked,
-    quieten_kineto,
-    record_memory_history,
-    seen_by,
-)
+from .._compat.profiling import dump_memory_snapshot, quieten_kineto, record_memory_history, seen_by
+from .._compat.torch import is_profiled, marked
 from ..events.step import MARK
 from ..files.terminal import new_console, warn
 from ..files.writing import fresh, write_whole

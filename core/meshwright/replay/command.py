@@ -8,17 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ..base.processes import leave
 from ..files.commands import JsonFile, Traceback, tell, told, uncollected
 from ..launch.environment import started_by_launcher
 from ..launch.join import join
-from ..launch.rank import leave
-from ..strategy.hooks import hookimpl
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(replay)
-    app.command()(diff)
 
 
 def replay(

@@ -22,8 +22,7 @@ from typing import Any
 from ..base.errors import CheckpointError, ConfigError
 from ..events.step import StepResult
 from ..launch.environment import started_by_launcher
-from ..train.run.run_file import as_plain
-from ..watch.compare import differing_settings
+from ..train.run.run_file import as_plain, differing_settings
 from .order import (
     EPSILONS,
     TOLERANCES,

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from ..base.validation import FrozenModel
-    from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint, TrackerSpec
+    from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSection, RunSummary, SavedCheckpoint, TrackerSpec
     from ..events.step import StepResult
     from ..mesh.mesh import Mesh
+    from ..mesh.world import World
     from ..model.layout import ModelLayout
     from .contract import StrategySpec
 
@@ -73,6 +74,37 @@ def register_launchers() -> list[Any]:  # type: ignore[empty-body]
 @hookspec
 def register_trackers() -> list[TrackerSpec]:  # type: ignore[empty-body]
     """Return the plugin's trackers, which run files name. Must not import their libraries."""
+
+
+@hookspec
+def register_run_sections() -> list[RunSection]:  # type: ignore[empty-body]
+    """Return the sections that the plugin adds to the run file. Must not import torch."""
+
+
+@hookspec(firstresult=True)
+def monitor_run(config: Any, ranks: int) -> Any:
+    """Return what monitors a run, a `meshwright_run.run_rank.Companion`; None to pass.
+
+    Called before the process group exists, by the process that starts the ranks or by the first of them.
+
+    Args:
+        config: the `RunConfig`.
+        ranks: of the run.
+    """
+
+
+@hookspec(firstresult=True)
+def plan_run(config: Any, ranks: int) -> list[Any] | None:
+    """Return what a run would hold, send and take, as Rich renderables (`meshwright train --plan-only`); None to pass.
+
+    Takes the arguments of `monitor_run`.
+    """
+
+
+@hookspec(firstresult=True)
+def open_state_copies(world: World) -> Any:
+    """Open the copies of training state outside of this process, `meshwright.train.loop.extension.StateCopies`; None to
+    pass. Collective. Called if a run asks for copies (`checkpoint.replicate`)."""
 
 
 # -- observers: called on every rank, in this order; none may issue collectives, and what one raises ends the run

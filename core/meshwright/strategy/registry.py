@@ -40,18 +40,23 @@ def normalized(name: str) -> str:
 
 @functools.cache
 def installable() -> dict[str, str]:
-    """Return the extra that installs each strategy of this project: the extras that the extra `all` names."""
+    """Return the extra that installs each strategy of this project: the extras that the extra `strategies` names."""
     try:
         lines = requires("meshwright") or []
     except PackageNotFoundError:
         return {}
-    every = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "all"})]
+    every = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "strategies"})]
     return {normalized(name): name for each in every if each.name == "meshwright" for name in sorted(each.extras)}
 
 
-def install_line(name: str) -> str:
-    """Return the pip line that installs a strategy of this project, to be run in a clone of it."""
-    return f"pip install -c constraints.txt -e '.[{installable()[name]}]'"
+def install_line(extra: str) -> str:
+    """Return the pip line that installs a plugin of this project, to be run in a clone of it."""
+    return f"pip install -c constraints.txt -e '.[{extra}]'"
+
+
+def how_to_install(extra: str) -> str:
+    """Return a sentence for errors: how to install a plugin of this project."""
+    return f"Install it from a clone of meshwright: {install_line(extra)}"
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,7 @@ class Registry:
     @property
     def installable(self) -> dict[str, str]:
         """The install line of each strategy of this project that is neither installed nor broken."""
-        return {name: install_line(name) for name in sorted(installable()) if not self._is_name(name)}
+        return {name: install_line(extra) for name, extra in sorted(installable().items()) if not self._is_name(name)}
 
     def get(self, name: str) -> StrategySpec:
         """Look a strategy up by name or alias; StrategyError if it is broken, UnknownStrategyError if not there."""
@@ -246,8 +251,7 @@ class Registry:
             return self._specs[claimants[0]]
         if key in installable():
             raise UnknownStrategyError(
-                f"strategy {name!r} is not installed. Install it from a clone of meshwright: {install_line(key)}\n"
-                f"{self._others()}"
+                f"strategy {name!r} is not installed. {how_to_install(installable()[key])}\n{self._others()}"
             )
         hint = nearest(key, [*self._specs, *installable()]) or nearest(key, aliases)
         raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._others()}")

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat.planning import is_asking_for_shapes
-from .._compat.torch import TorchDispatchMode
+from .._compat.torch import TorchDispatchMode, is_asking_for_shapes
 from ..tensors.ops import is_on_meta, tensors_in
 from ._compat import unwraps_itself
 

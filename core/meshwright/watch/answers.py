@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..train.run.run_file import differing_settings
 from . import timelines
-from .compare import COMPARED, compare, differing_settings
+from .compare import COMPARED, compare
 from .ranks import LAST
 from .run import WatchedRun
 

@@ -13,15 +13,9 @@ import typer
 
 from ..files.commands import Traceback, told
 from ..files.terminal import say
-from ..strategy.hooks import hookimpl
 
 PORT = 6420
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(watch)
 
 
 def watch(

@@ -1,8 +1,7 @@
-"""Compare two runs: the first step in which they differ, and the settings of their run files that differ."""
+"""Compare two runs: the first step in which they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ Column = tuple[np.ndarray, np.ndarray]
 COMPARED = ("loss", "grad_norm")
 RELATIVE = 1e-6
 """Sums in another order give differences below that for many steps; beyond it, two runs have parted."""
-MISSING = "(not set)"
 
 
 def compare(one: Column, other: Column, low: int | None, high: int | None, points: int) -> dict[str, Any]:
@@ -45,22 +43,3 @@ def compare(one: Column, other: Column, low: int | None, high: int | None, point
     shown = chosen(at[part], relative[part], min(points, MOST_POINTS))
     line = {"x": at[part][shown].tolist(), "y": plain(relative[part][shown])}
     return {**summary, "largest": largest if np.isfinite(largest) else None, **line}
-
-
-def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys of two run files whose values differ, with both as texts."""
-    left, right = dict(_flat(one)), dict(_flat(other))
-    pairs = {name: (left.get(name, MISSING), right.get(name, MISSING)) for name in {**left, **right}}
-    return [(name, _text(mine), _text(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

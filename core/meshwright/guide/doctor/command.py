@@ -10,17 +10,11 @@ from typing import Annotated
 
 import typer
 
+from ...base.processes import leave
 from ...files.commands import Traceback, told, uncollected
 from ...files.terminal import say
 from ...launch.environment import started_by_launcher
 from ...launch.join import join
-from ...launch.rank import leave
-from ...strategy.hooks import hookimpl
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(doctor)
 
 
 def doctor(

@@ -10,12 +10,6 @@ import typer
 from ...files.commands import Assignments, RunFile, Traceback, told, uncollected
 from ...files.terminal import new_console
 from ...launch.environment import started_by_launcher
-from ...strategy.hooks import hookimpl
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(explain)
 
 
 def explain(

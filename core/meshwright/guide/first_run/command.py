@@ -11,13 +11,7 @@ import typer
 
 from ...files.commands import Traceback, told
 from ...files.terminal import new_console, say
-from ...strategy.hooks import hookimpl
 from ...strategy.registry import get_registry
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    app.command()(init)
 
 
 def init(

@@ -7,7 +7,7 @@ from pathlib import Path
 from ...base.errors import ConfigError
 from ...base.validation import validated
 from ...files.parsing import parse_yaml
-from ...plan.asked import laid_out
+from ...train.run.layout import layout_of
 from ...train.run.run_file import RunConfig, check_model
 from .answers import Answers, Known, Machine
 from .text import run_file_text
@@ -29,7 +29,7 @@ def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine,
     """
     text = run_file_text(answers, known, machine, name=str(file))
     config = validated(RunConfig, parse_yaml(text), where=str(file))
-    laid_out(config, answers.ranks)
+    layout_of(config, answers.ranks)
     check_model(config.model, config.data.seq_len)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from ...base.errors import MeshwrightError
 from ...model.adapter import left_out
 from ...train.loop.ema import EMA
 from ...train.run.run_file import RunConfig
-from ...train.run.run_sections import PlanConfig
+from ..config import PlanConfig, asked_of
 from ..device import Device
 from ..planned import tracing
 from ..report import size_text, table, time_text
@@ -40,7 +40,7 @@ def failures_of(config: RunConfig, job: Job, device: Device, plan: Mapping[str, 
     Raises:
         MeshwrightError: as training does.
     """
-    asked, ranks = config.plan, job.degrees.world_size
+    asked, ranks = asked_of(config), job.degrees.world_size
     rate = ranks * asked.failures_per_rank_hour
     found = {"ranks": ranks, "mtbf_hours": 1 / rate if rate else None}
     if rate * RARELY_H < 1:
@@ -56,7 +56,7 @@ def failures_of(config: RunConfig, job: Job, device: Device, plan: Mapping[str, 
 
 
 def _detection_s(config: RunConfig) -> float:
-    asked = config.plan.detection_s
+    asked = asked_of(config).detection_s
     return asked if asked is not None else config.watchdog_s or ASSUMED_DETECTION_S
 
 
@@ -246,7 +246,7 @@ def _remarks(found: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
         yield "Copied: with checkpoint.replicate: neighbour."
     yield (
         f"A failure is noticed after {time_text(_detection_s(config))}, and ranks are there again after "
-        f"{time_text(config.plan.restart_s)}; see docs/fleet.md."
+        f"{time_text(asked_of(config).restart_s)}; see docs/fleet.md."
     )
 
 

@@ -21,8 +21,8 @@ from ...base.validation import validated
 from ...launch.local import warm_up
 from ...model.layout import model_size
 from ...parallel.expert.find import find_experts
+from ...train.run.layout import NO_END, read_job
 from ...train.run.run_file import RunConfig
-from ..asked import NO_END, read_job
 from ..device import Device, find_device
 from ..job import job_of
 from ..report import table

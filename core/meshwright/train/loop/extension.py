@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from ...events.step import StepResult
+
+if TYPE_CHECKING:
+    from ...checkpoint.places import Access, Key, Place
+    from ...mesh.world import World
+    from ...strategy.contract import StrategyManager
 
 Moment: TypeAlias = Literal["whole", "clipped"]
 """Of a step's gradients: after the backward pass, and after clipping."""
@@ -76,3 +81,33 @@ class Flops(LoopExtension):
     def after_step(self, result: StepResult) -> StepResult:
         flops = None if self.per_token is None else self.per_token * result.num_tokens
         return replace(result, flops=flops, peak_flops=self.peak)
+
+
+class StateCopies(Protocol):
+    """Copies of training state that outlive the processes of a run; see the hook `open_state_copies`."""
+
+    def places(self, world: World, run: str, access: Access) -> Sequence[tuple[int, Place]]:
+        """Return the step and the place of each copy of a run, the newest first. Collective."""
+
+    def copying(
+        self,
+        manager: StrategyManager,
+        scheduler: Any,
+        *,
+        run: str,
+        start: int,
+        every: int,
+        bandwidth: float | None,
+        key: Key | None,
+        tell: Callable[..., object],
+    ) -> AbstractContextManager[LoopExtension]:
+        """Copy the state of the training steps within the context. Collective.
+
+        Args:
+            run: id of the run.
+            start: number of steps done before.
+            every: steps between copies.
+            bandwidth: bytes a second that each rank sends; None: as many as there can be.
+            key: with which copies are signed.
+            tell: called with the facts of each copy, by name.
+        """

@@ -24,7 +24,6 @@ from ...data import (
     DataConfig,
     PreparedData,
     RunRows,
-    check_batch_size,
     check_groups,
     holds_tokenizer,
     lay_out,
@@ -47,9 +46,10 @@ from ...optim.build import try_optimization
 from ...profile.config import check_profile
 from ...step.objective import Given
 from ...strategy.registry import get_registry, model_layout
-from ...strategy.stack import Stack, resolve
+from ...strategy.stack import Stack
 from ..from_pretrained import base_at
 from .fate import check_output, check_restarts
+from .layout import layout_of
 from .model_trial import can_be_tried, check_memory, columns_to_compute, memory_of_node, try_model, try_rows
 from .resume import check_source
 from .run_directory import RunDirectory
@@ -153,16 +153,6 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         rows_tried=tried,
         identity=identity,
     )
-
-
-def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
-    """Return the strategies, the degrees and the microbatch size of a run on `world_size` ranks."""
-    stack, degrees = resolve(
-        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
-    )
-    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
-    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
-    return stack, degrees, micro_batch_size
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:

@@ -11,7 +11,6 @@ from an earlier one, or from one that lies elsewhere, the later ones are set asi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,16 +25,12 @@ from ...checkpoint.manifest import all_in, exists, unreadable
 from ...checkpoint.places import Folder, LocalFolder, Place
 from ...events.step import StepResult
 from ...files.terminal import warn
-from ...memory.copier import Copier
-from ...memory.keepers import open_keepers
-from ...memory.place import MemoryPlace, places_of
-from ...memory.room import memory_of_host
 from ...mesh.world import World
 from ...strategy.contract import StrategyManager
-from ..loop.extension import LoopExtension
+from ...strategy.registry import get_registry
+from ..loop.extension import StateCopies
 from ..loop.monitors import BAD_STEPS, STATE, EarlyStopping, Watch
 from ..loop.options import Loop
-from ..loop.step import marked
 from .fate import AUTO, NEVER, Fate, began_from, named_before
 from .journal import id_of, note
 from .report import metrics_of
@@ -136,7 +131,7 @@ def find_source(
         place = cast("Folder", given)
         world.together(lambda: checked(place, world))
     manifest = world.together(lambda: read_manifest(place))
-    parent = None if isinstance(place, MemoryPlace) else cast("Folder", place).parent
+    parent: Folder | None = getattr(place, "parent", None)
     # Among those that the run has saved or copied, and not set aside; what was set aside has its metrics beside it.
     is_own = parent is None or parent.is_same(root)
     beside = parent if parent is not None and parent.parent.is_same(root) else None
@@ -255,65 +250,66 @@ def early_stopping(config: RunConfig) -> EarlyStopping | None:
 
 
 class MemoryCopies:
-    """Copies of the state of one run. Collective, as are all methods; raises as `open_keepers`."""
+    """Copies of the state of one run. Collective, as are all methods; raises as the hook `open_state_copies`."""
 
     def __init__(self, directory: RunDirectory, world: World) -> None:
         self._directory, self._world = directory, world
-        self._keepers = None if directory.checkpoint.copies is None else open_keepers(world)
+        self._copies: StateCopies | None = None
+        if directory.checkpoint.copies is not None:
+            self._copies = get_registry().hook.open_state_copies(world=world)
 
-    def newest(self, on_disk: Callable[[], Folder | None], named: str | None) -> Folder | MemoryPlace | None:
+    def newest(self, on_disk: Callable[[], Folder | None], named: str | None) -> Place | None:
         """Return what the run resumes from: the newest step that is valid in memory, or a newer one on disk.
 
         Checkpoints on disk are not read unless one has the name of a later step.
         """
-        world, copy = self._world, self._newest_copy(named)
+        world, (step, copy) = self._world, self._newest_copy(named)
         if copy is None:
             return on_disk()
-        if named is None and copy.step >= world.from_first(lambda: _newest_name(self._directory.checkpoints)):
+        if named is None and step >= world.from_first(lambda: _newest_name(self._directory.checkpoints)):
             return copy
         found = None
         with suppress(CheckpointError):
             found = on_disk()
-        if found is None or world.together(lambda: read_manifest(found)).step <= copy.step:
+        if found is None or world.together(lambda: read_manifest(found)).step <= step:
             return copy
         return found
 
-    def _newest_copy(self, named: str | None) -> MemoryPlace | None:
-        world, keepers = self._world, self._keepers
-        if keepers is None:
-            return None
+    def _newest_copy(self, named: str | None) -> tuple[int, Place | None]:
+        world = self._world
+        if self._copies is None:
+            return -1, None
         run = world.from_first(lambda: id_of(self._directory.events))
         access = world.together(lambda: self._directory.access)
-        for place in places_of(keepers, keepers.listed(world), run, access):
+        for step, place in self._copies.places(world, run, access):
             try:
                 manifest = world.together(lambda place=place: checked(place, world))  # type: ignore[misc]
             except CheckpointError as error:
                 if world.rank == 0:
-                    warn(f"step {place.step} in memory is of no use: {error}", stacklevel=2)
+                    warn(f"step {step} in memory is of no use: {error}", stacklevel=2)
                 continue
             if named is None or manifest.extra.get("named") == named:
-                return place
-        return None
+                return step, place
+        return -1, None
 
     @contextmanager
     def copying(self, manager: StrategyManager, loop: Loop, run: str) -> Iterator[Loop]:
         """Return the loop, with state copied to memory if the run asks for it."""
         settings = self._directory.checkpoint.copies
-        if settings is None or self._keepers is None:
+        if settings is None or self._copies is None:
             yield loop
             return
-        with Copier(
+        with self._copies.copying(
             manager,
-            self._keepers,
+            loop.scheduler,
             run=run,
-            step=loop.start,
+            start=loop.start,
             every=settings.every,
             bandwidth=settings.bytes_per_s,
             key=self._directory.access.key,
-            memory_bytes=memory_of_host(),
             tell=partial(note, self._directory.events, "copies"),
-        ) as copier:
-            yield replace(loop, extensions=[*loop.extensions, _Copies(manager, copier, loop.scheduler)])
+        ) as extension:
+            yield replace(loop, extensions=[*loop.extensions, extension])
 
 
 def _newest_name(root: Folder) -> int:
@@ -323,24 +319,3 @@ def _newest_name(root: Folder) -> int:
     except CheckpointError:
         # What is in memory is all that there is, for now.
         return -1
-
-
-class _Copies(LoopExtension):
-    """Copies the state after the steps that are due, and reports the time with the step after."""
-
-    def __init__(self, manager: StrategyManager, copier: Copier, scheduler: Any) -> None:
-        self._progress, self._copier, self._scheduler = manager.mesh.world.progress, copier, scheduler
-        self._times: dict[str, float] = {}
-
-    def after_step(self, result: StepResult) -> StepResult:
-        times, self._times = self._times, {}
-        return replace(result, times={**result.times, **times}) if times else result
-
-    def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
-        if not self._copier.is_due(step):
-            return
-        start = time.perf_counter()
-        self._progress.enter("copy")
-        with marked("copy"):
-            self._copier.copy(step, scheduler=self._scheduler, extra=extra)
-        self._times = {"copy": time.perf_counter() - start}

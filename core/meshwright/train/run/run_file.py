@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from ...base.errors import ConfigError
-from ...base.validation import validated
+from ...base.validation import FrozenModel, validated
 from ...data.config import DataConfig
-from ...files.parsing import parse_yaml, read_text
+from ...events.run import RunSection
+from ...files.parsing import assigned, parse_yaml, read_text
 from ...files.writing import PathText, check_path
 from ...mesh.sizes import MeshSizes, Size
 from ...objectives.registry import check_objective
@@ -23,17 +23,23 @@ from ...optim.config import OptimizerConfig as OptimizerConfig
 from ...optim.config import OptimizerGroup as OptimizerGroup
 from ...optim.config import ScheduleConfig as ScheduleConfig
 from ...profile.config import ProfileConfig
+from ...strategy.registry import Failure, get_registry, how_to_install
 from ..loop.monitors import BadStepConfig
-from .launch_section import LaunchConfig, without_secrets
-from .run_sections import HELD_OUT, ElasticConfig, EvalConfig, MetricsConfig, PlanConfig, ResumeConfig, SampleConfig
+from .run_sections import HELD_OUT, ElasticConfig, EvalConfig, MetricsConfig, ResumeConfig, SampleConfig
 from .run_sections import CheckpointConfig as CheckpointConfig
+from .secrets import without_secrets
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 LEAST_WATCHDOG_S = 2.0
 """A busy machine must not be taken for a hang."""
 
 
-class RunConfig(MeshSizes):
+_PLUGIN_OF = {"plan": "plan", "launch": "cluster"}
+"""Sections that plugins of this project bring, and the extra that installs each."""
+_Section = TypeVar("_Section", bound=FrozenModel)
+
+
+class _OwnSections(MeshSizes):
     """A training run. Sizes are at the top level, see `meshwright.mesh.sizes.MeshSizes`."""
 
     strategy: str = Field(default="fsdp2", description="Name or alias of an installed strategy.")
@@ -133,7 +139,6 @@ class RunConfig(MeshSizes):
         "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
         "[...]}.",
     )
-    plan: PlanConfig = PlanConfig()
     metrics: MetricsConfig = MetricsConfig()
     trackers: list[str | dict[str, Any]] = Field(
         default=[],
@@ -143,8 +148,15 @@ class RunConfig(MeshSizes):
     profile: ProfileConfig | None = Field(
         default=None, description="Steps to profile; null: none. See docs/profiles.md."
     )
-    launch: LaunchConfig | None = Field(default=None, description="What `meshwright launch` tells a cluster.")
     log_every: Size = Field(default=10, description="Steps between lines where no progress bar can be drawn.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_are_installed(cls, values: Any) -> Any:
+        for key, extra in _PLUGIN_OF.items():
+            if isinstance(values, dict) and key in values and key not in cls.model_fields:
+                raise ValueError(f"{key}: this section is of a plugin that is not installed. {how_to_install(extra)}")
+        return values
 
     @model_validator(mode="before")
     @classmethod
@@ -173,7 +185,7 @@ class RunConfig(MeshSizes):
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
+    def _fits_together(self) -> Self:
         if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
             raise ValueError(
                 f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
@@ -194,6 +206,10 @@ class RunConfig(MeshSizes):
                 "on_bad_step=rewind goes back to checkpoints of this sitting, which a run that goes on from memory "
                 "(checkpoint.replicate) has not; take skip, or leave replicate out"
             )
+        if self.checkpoint.replicate is not None and not get_registry().implementations("open_state_copies"):
+            raise ValueError(
+                f"checkpoint.replicate needs a plugin that is not installed. {how_to_install('replicate')}"
+            )
         if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
             raise ValueError(
                 f"elastic needs a size that follows from the number of ranks, but all are given, "
@@ -202,7 +218,7 @@ class RunConfig(MeshSizes):
         return self
 
     @model_validator(mode="after")
-    def _check_sets(self) -> RunConfig:
+    def _check_sets(self) -> Self:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
         if self.ema is not None and self.ema.evaluate:
             known += [f"{name}{AVERAGED}" for name in known]
@@ -235,6 +251,48 @@ class RunConfig(MeshSizes):
         wanted = accelerators or 4
         return known * max(1, wanted // known)
 
+    def section(self, config_cls: type[_Section]) -> _Section | None:
+        """Return the section that a plugin has registered with this class; None if the run file has none."""
+        return next((value for value in vars(self).values() if isinstance(value, config_cls)), None)
+
+
+def run_sections() -> list[RunSection]:
+    """Return the sections of plugins. A plugin that brings a wrong one adds none, and is listed as failed."""
+    registry, found = get_registry(), dict[str, RunSection]()
+    for plugin, register in registry.implementations("register_run_sections"):
+        try:
+            sections = {each.name: each for sections in register() for each in sections}
+            if taken := sections.keys() & {*found, *_OwnSections.model_fields}:
+                raise ConfigError(f"these sections exist already: {', '.join(sorted(taken))}")
+            found |= sections
+        except (Exception, SystemExit) as error:
+            # Whatever a plugin raises; see [Note: isolation] in the registry.
+            registry.set_aside(Failure(plugin, f"register_run_sections: {type(error).__name__}: {error}"))
+    return list(found.values())
+
+
+SECTIONS = run_sections()
+
+if TYPE_CHECKING:
+
+    class RunConfig(_OwnSections):
+        """A training run, with the sections of the installed plugins."""
+
+else:
+    RunConfig = create_model(
+        "RunConfig",
+        __base__=_OwnSections,
+        __doc__=_OwnSections.__doc__,
+        __module__=__name__,
+        **{
+            each.name: (
+                each.config_cls if each.default is not None else each.config_cls | None,
+                Field(default=each.default, description=each.description),
+            )
+            for each in SECTIONS
+        },
+    )
+
 
 def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     """Read a run file and change single values.
@@ -263,37 +321,28 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
     return assigned(values, assignments)
 
 
-def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a run file with changes; see `load_run`."""
-    changed = copy.deepcopy(dict(values))
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
-        try:
-            value = parse_yaml(text)
-        except ValueError as error:
-            raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
-        *parents, last = key.split(".")
-        at = changed
-        for parent in parents:
-            if at.get(parent) is None:
-                at[parent] = {}
-            if not isinstance(child := at[parent], dict):
-                raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
-            at = child
-        at[last] = value
-    return changed
-
-
-def as_options(assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the mapping that "key.of.value=yaml" assignments make."""
-    return assigned({}, assignments)
-
-
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the run as plain values without secrets, see `launch_section`; else `load_run` reads the same run."""
-    return without_secrets(config.model_dump(by_alias=True))
+    """Return the run as plain values without secrets, see `secrets`; else `load_run` reads the same run."""
+    return without_secrets(config.model_dump(by_alias=True), SECTIONS)
+
+
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the keys of two run files whose values differ, with both as texts."""
+    left, right = dict(_flat(one)), dict(_flat(other))
+    pairs = {name: (left.get(name, "(not set)"), right.get(name, "(not set)")) for name in {**left, **right}}
+    return [(name, _text(mine), _text(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _STRINGS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from rich.console import Console
@@ -81,10 +81,6 @@ class Companion(Protocol):
 
     def around(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
         """Return the context of each step on the first rank, counted from 0 in this attempt."""
-
-
-Accompany: TypeAlias = "Callable[[RunConfig, int], Companion | None]"
-"""Makes the companion of a run on a number of ranks. None where the run is not valid: the run itself finds out why."""
 
 
 def run_rank(

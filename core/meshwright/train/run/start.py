@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from ...base.errors import ConfigError, MeshwrightError
@@ -22,13 +22,15 @@ from ...files.parsing import open_regular, parse_json
 from ...files.terminal import say
 from ...launch.environment import started_by_launcher
 from ...launch.rank import guarded
+from ...strategy.registry import get_registry
 from .fate import is_finished, why_it_cannot_resume
 from .journal import note
-from .preflight import layout_of, plan_run, processes
+from .layout import layout_of
+from .preflight import plan_run, processes
 from .report import say_finished
 from .run_directory import RunDirectory
 from .run_file import RunConfig
-from .run_rank import Accompany, Companion, note_failure, run_rank
+from .run_rank import Companion, note_failure, run_rank
 from .startup import Startup
 
 FAILED = 1
@@ -43,27 +45,22 @@ def start(
     config: RunConfig,
     *,
     show_traceback: bool = False,
-    accompany: Accompany | None = None,
     startup: Startup | None = None,
 ) -> int:
     """Run `config`: join the ranks that torchrun started, or start them here."""
     if started_by_launcher():
-        leads = accompany is not None and os.environ["RANK"] == "0"
-        companion = accompany(config, int(os.environ["WORLD_SIZE"])) if accompany is not None and leads else None
+        companion = companion_of(config, int(os.environ["WORLD_SIZE"])) if os.environ["RANK"] == "0" else None
         return guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
     if is_finished(config):
         say_finished(RunDirectory.of(config))
         return 0
 
-    @cache
-    def companion_of(ranks: int) -> Companion | None:
-        # Making one takes seconds.
-        return None if accompany is None else accompany(config, ranks)
-
+    # Making one takes seconds.
+    companion_on = cache(partial(companion_of, config))
     with CONSOLE.status("preparing the run"):
         restarts = Restarts(config, rank_counts(config))
         plan_run(config, restarts.ranks)
-        companion = companion_of(restarts.ranks)
+        companion = companion_on(restarts.ranks)
     if companion is not None and companion.refusal is not None:
         raise companion.refusal
     startup = startup or Startup()
@@ -74,12 +71,18 @@ def start(
 
     passed_on = config.checkpoint.stops_on.signals
     while True:
-        order = config, companion_of(restarts.ranks), startup
+        order = config, companion_on(restarts.ranks), startup
         code = launch(run_rank, order, nproc=restarts.ranks, show_traceback=show_traceback, passed_on=passed_on)
         note_failure(config, code)
         if not restarts.again(code):
             return code
         startup = Startup(startup.is_shown, begin=time.time())
+
+
+def companion_of(config: RunConfig, ranks: int) -> Companion | None:
+    """Return what monitors a run on so many ranks, by the hook `monitor_run`."""
+    companion: Companion | None = get_registry().hook.monitor_run(config=config, ranks=ranks)
+    return companion
 
 
 def rank_counts(config: RunConfig) -> list[int]:

@@ -15,7 +15,7 @@ from ...events.run import RunInfo, TrackerSpec
 from ...files.terminal import warn
 from ...strategy.hooks import hookimpl
 from ...strategy.registry import Registry, get_registry
-from .launch_section import resolved
+from .secrets import resolved
 
 Asked: TypeAlias = "str | Mapping[str, Any]"
 """A tracker in the run file: its name, or a mapping of name and options."""

@@ -1,20 +1,20 @@
-"""Core's own commands, each in a module of its own."""
+"""Implement the hooks of this plugin. No torch in this module."""
 
 from __future__ import annotations
 
 import typer
 
-from ..strategy.hooks import hookimpl
-from . import data
-from .check import check
-from .checkpoint import export, show, verify
-from .listing import schema, strategies
-from .train import train
+from ...cli import data
+from ...cli.checkpoint import export, show, verify
+from ...cli.schema import schema
+from ...cli.train import train
+from ...guide.first_run.command import init
+from ...strategy.hooks import hookimpl
 
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
-    for command in (train, strategies, check, export, schema):
+    for command in (train, export, schema, init):
         app.command()(command)
     checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
     checkpoints.command()(show)

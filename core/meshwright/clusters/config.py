@@ -1,103 +1,15 @@
-"""The section `launch` of a run file, and secrets: read from the environment, and hidden in what a run writes.
-
-In run.yaml, checkpoints and trackers a value that looks like a secret is written as `{from_env: NAME}` if it is a
-variable of `launch.env`, and else as ***. No torch in this module.
-"""
+"""The section `launch` of a run file. No torch in this module."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...base.errors import ConfigError
-from ...base.validation import FrozenModel
-from ...mesh.sizes import Size
-
-HIDDEN = "***"
-_SECTIONS = ("launch", "trackers")
-"""Sections in which names count; elsewhere "token" is a part of a text."""
-_NAME = re.compile(
-    r"passw(or)?d|passphrase|(^|[_-])(token|secrets?|pwd|api_?keys?|access_?keys?(_id)?|private_?keys?|ssh_?keys?|"
-    r"credentials?|auth|authorization|cookies?|netrc|dsn)([_-]|$)|pass$|(^|[_-])keys?$",
-    re.IGNORECASE,
-)
-_VALUE = re.compile(
-    # A password in a URL, or a secret in its query.
-    r"[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]+@|[?&](\w*(token|secret|password|signature|api_?key))=[^&\s]|"
-    # What services call theirs: Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Slack, Google; a JSON web
-    # token; a private key.
-    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|"
-    r"\bglpat-[\w-]{16,}|\b(AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{30,}|"
-    r"\beyJ[\w-]{8,}\.[\w-]{8,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    re.IGNORECASE,
-)
-_ASSIGNED = re.compile(r"""\b([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|"'$]+)""")
-"""Assignments in a line of shell."""
-
-
-class FromEnvironment(FrozenModel):
-    """A value of an environment variable of the process that starts the run."""
-
-    from_env: str
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Whether a value is a secret by its name, or by how it looks."""
-    return bool(value) and (_NAME.search(name) is not None or _VALUE.search(value) is not None)
-
-
-def without_assigned(line: str) -> str:
-    """Hide the secrets that a line of shell assigns to variables."""
-    return _ASSIGNED.sub(lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1], found[2]) else found[0], line)
-
-
-def resolved(value: Any, where: str) -> Any:
-    """Replace each `{from_env: NAME}` in a value."""
-    if isinstance(value, FromEnvironment):
-        return resolved({"from_env": value.from_env}, where)
-    if isinstance(value, Mapping):
-        if value.keys() == {"from_env"} and isinstance(value["from_env"], str):
-            name = value["from_env"]
-            if name not in os.environ:
-                raise ConfigError(
-                    f"{where} is to be taken from the environment variable {name} (from_env), which is not set. Set it "
-                    f"where you start the command."
-                )
-            return os.environ[name]
-        return {key: resolved(each, f"{where}.{key}") for key, each in value.items()}
-    if isinstance(value, list):
-        return [resolved(each, where) for each in value]
-    return value
-
-
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a run file with secrets hidden."""
-    found: dict[str, Any] = {key: _without(key, value, named=key in _SECTIONS) for key, value in values.items()}
-    launch = values.get("launch")
-    if isinstance(launch, Mapping) and isinstance(env := launch.get("env"), Mapping):
-        shown = found["launch"]["env"]
-        found["launch"]["env"] = {
-            name: {"from_env": name} if isinstance(value, str) and is_secret(name, value) else shown[name]
-            for name, value in env.items()
-        }
-    if isinstance(launch, Mapping) and isinstance(lines := found["launch"].get("setup"), list):
-        found["launch"]["setup"] = [without_assigned(each) if isinstance(each, str) else each for each in lines]
-    return found
-
-
-def _without(name: str, value: Any, *, named: bool) -> Any:
-    if isinstance(value, Mapping):
-        if value.keys() == {"from_env"}:
-            return dict(value)
-        return {key: _without(str(key), each, named=named) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without(name, each, named=named) for each in value]
-    return HIDDEN if isinstance(value, str) and is_secret(name if named else "", value) else value
-
+from ..base.validation import FrozenModel
+from ..mesh.sizes import Size
+from ..train.run.secrets import FromEnvironment, is_secret, without_assigned
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Word = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -208,3 +120,13 @@ class LaunchConfig(FrozenModel):
     def time_limit_s(self) -> int | None:
         """`time_limit` in seconds."""
         return None if self.time_limit is None else int(self.time_limit[:-1]) * _SECONDS[self.time_limit[-1]]
+
+
+def without_secrets(hidden: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section to be written: secret variables as `{from_env: NAME}`, and those of the lines of `setup` hidden."""
+    env = {
+        name: {"from_env": name} if isinstance(value, str) and is_secret(name, value) else hidden["env"][name]
+        for name, value in (whole.get("env") or {}).items()
+    }
+    setup = [without_assigned(each) if isinstance(each, str) else each for each in hidden.get("setup") or []]
+    return {**hidden, **({"env": env} if "env" in hidden else {}), **({"setup": setup} if "setup" in hidden else {})}

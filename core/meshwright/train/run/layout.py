@@ -1,4 +1,4 @@
-"""The run file that a plan is of, and its layout; without torch."""
+"""The layout of a run, and the run file of one that is only planned. No torch in this module."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.order import check_batch_size
-from ..mesh.sizes import Degrees
-from ..strategy.stack import Stack, resolve
-from ..train.run.run_file import RunConfig, read_values
+from ...data.order import check_batch_size
+from ...mesh.sizes import Degrees
+from ...strategy.stack import Stack, resolve
+from .run_file import RunConfig, read_values
 
 NO_END = 2**31 - 1
 """Steps of a run that does not say how many."""
@@ -27,7 +27,7 @@ def read_job(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def laid_out(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
+def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
     """Return a run's strategies, its mesh on so many ranks, and the sequences of a microbatch.
 
     Raises:

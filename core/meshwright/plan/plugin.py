@@ -1,0 +1,44 @@
+"""Implement the hooks of this plugin. No torch in this module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..events.run import RunSection
+from ..guide.explain.command import explain
+from ..strategy.hooks import hookimpl
+from .command import plan
+from .config import PlanConfig
+
+if TYPE_CHECKING:
+    from ..train.run.run_file import RunConfig
+    from .comparison import Comparison
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    for command in (plan, explain):
+        app.command()(command)
+
+
+@hookimpl
+def register_run_sections() -> list[RunSection]:
+    description = "What is known of a run before it begins; see docs/plan.md."
+    return [RunSection("plan", PlanConfig, description, default=PlanConfig())]
+
+
+@hookimpl
+def monitor_run(config: RunConfig, ranks: int) -> Comparison | None:
+    from .comparison import compare
+
+    return compare(config, ranks)
+
+
+@hookimpl
+def plan_run(config: RunConfig, ranks: int) -> list[Any]:
+    from .comparison import plan_of
+    from .report import tables
+
+    return tables(plan_of(config, ranks))
