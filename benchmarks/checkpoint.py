@@ -39,10 +39,10 @@ from transformers import AutoModelForCausalLM
 
 from meshwright import Checkpointer, Mesh, MeshSizes, OptimizerConfig, optimizer_factory, resolve
 from meshwright.checkpoint import export_checkpoint, steps_in
-from meshwright.launch.local import launch
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.world import World
 from meshwright.strategy.contract import StrategyManager
+from meshwright_run.launch.local import launch
 
 OURS, OURS_ASYNC, TORCH, TORCH_ASYNC = CONTESTANTS = ("ours", "ours, asynchronous", "torch", "torch, asynchronous")
 EXPORT_LIMIT_MB = 64

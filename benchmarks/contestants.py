@@ -39,7 +39,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop.options import Loop
 from meshwright.train.loop.step import train_step
-from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
+from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
 
 VOCAB_SIZE = 2048
 LEARNING_RATE = 1e-4

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from meshwright.plan.pictures.marks import GROUND, OWNER
+from meshwright_plan.pictures.marks import GROUND, OWNER
 
 INCHES = (10.0, 4.7)
 DPI = 200

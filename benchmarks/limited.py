@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, RankError, count_tokens, open_world, optimizer_factory, resolve
 from meshwright.testing import pool
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 VOCABULARY, FEATURES, SEQUENCES, LENGTH, STEPS = 131_072, 64, 2, 512, 10
 OCCURRING = 64

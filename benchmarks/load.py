@@ -38,9 +38,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import meshwright
-from meshwright.launch.local import launch
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.world import World
+from meshwright_run.launch.local import launch
 
 OURS, PLAIN, READ = CONTESTANTS = ("ours", "plain", "plain, read")
 LIMIT_MB = 64

@@ -10,7 +10,7 @@ from typing import Any
 
 import step as steps
 
-from meshwright.launch.local import launch
+from meshwright_run.launch.local import launch
 
 SIZES = ("--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36")
 """Where the command line gives no others."""

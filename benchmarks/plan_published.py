@@ -28,12 +28,12 @@ from published_automodel import fuses
 from published_code import running
 from published_jobs import DEVICES, blocks, is_automodel, is_megatron, job_of, left_out, traced_depths, vocabulary
 
-from meshwright.plan.allocator import reserved
-from meshwright.plan.device import Device, find_device
-from meshwright.plan.planned import plan as plan_of
-from meshwright.plan.planned import trace_rank
-from meshwright.plan.time import play, stage_ranks
-from meshwright.plan.trace import Job, Operation, Trace
+from meshwright_plan.allocator import reserved
+from meshwright_plan.device import Device, find_device
+from meshwright_plan.planned import plan as plan_of
+from meshwright_plan.planned import trace_rank
+from meshwright_plan.time import play, stage_ranks
+from meshwright_plan.trace import Job, Operation, Trace
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_published.json"

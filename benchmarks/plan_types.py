@@ -24,10 +24,10 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
-from meshwright.plan.planned import trace_rank
-from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
 from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright_plan.planned import trace_rank
+from meshwright_plan.trace import Job
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_types.json"

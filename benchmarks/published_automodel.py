@@ -20,8 +20,8 @@ from meshwright._compat.peft import adapted_on_meta
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
-from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
+from meshwright_plan.trace import Job
 
 _LLAMA = {"kind": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 _QWEN = {"kind": "qwen2", "vocab_size": 152064}

@@ -13,8 +13,8 @@ from torch import nn
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
-from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
+from meshwright_plan.trace import Job
 
 LLAMA = {"llama3-8b": (4096, 14336, 32, 32, 8, 128256), "llama3-70b": (8192, 28672, 80, 64, 8, 128256)}
 LLAMA |= {"llama3.1-8b": LLAMA["llama3-8b"], "llama3.1-70b": LLAMA["llama3-70b"]}

@@ -37,9 +37,9 @@ from pipelines import SCHEDULES, options, pipeline_by_hand
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.launch.local import launch
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.world import World
+from meshwright_run.launch.local import launch
 
 RAW_A, OURS, RAW_B = CONTESTANTS = ("raw A", "ours", "raw B")
 

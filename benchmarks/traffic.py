@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from step import TOLERANCE, Plan, about
 
-from meshwright.launch.local import launch
 from meshwright.launch.open_world import open_world
 from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright_run.launch.local import launch
 
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from playwright.sync_api import Page, sync_playwright
 
-from meshwright.watch import server
-from meshwright.watch.run import watched
+from meshwright_watch import server
+from meshwright_watch.run import watched
 
 DOCS = Path(__file__).parents[1] / "docs"
 STEPS = 240

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from contestants import Step, Work, built
 from one_contest import compete
 
-from meshwright.launch.hang import read_signs
-from meshwright.launch.pulse import SIGNS, Pulse, write_sign
 from meshwright.launch.store import connect_store
 from meshwright.mesh.progress import At, Progress, Sign
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import moments_of
 from meshwright.train.loop.step import Stopwatch, train_step
+from meshwright_run.launch.hang import read_signs
+from meshwright_run.launch.pulse import SIGNS, Pulse, write_sign
 
 CALLS = 100_000
 TIMEOUT_S = 600.0

@@ -122,7 +122,7 @@ def mesh() -> Any:
 
     from meshwright.mesh.mesh import Mesh
     from meshwright.mesh.sizes import ROOT_AXES, VIEWS, Degrees
-    from meshwright.plan.world import planned_world
+    from meshwright_plan.world import planned_world
 
     degrees, coordinates, groups = Degrees(**SIZES), [], {}
     for rank in range(degrees.world_size):

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from .base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from meshwright_run.run_file import RunConfig as RunConfig
+    from meshwright_run.run_file import load_run as load_run
+
     from .base.errors import BatchError as BatchError
     from .base.errors import CheckpointError as CheckpointError
     from .base.errors import ConfigError as ConfigError
@@ -77,8 +80,6 @@ if TYPE_CHECKING:
     from .train.loop.monitors import EarlyStopping as EarlyStopping
     from .train.loop.options import Callback as Callback
     from .train.loop.options import Loop as Loop
-    from .train.run.run_file import RunConfig as RunConfig
-    from .train.run.run_file import load_run as load_run
 
 _NAMES = {
     "base.errors": (
@@ -113,20 +114,25 @@ _NAMES = {
     "train.loop.fit": "fit",
     "train.loop.monitors": "BadStepConfig EarlyStopping",
     "train.loop.options": "Callback Loop",
-    "train.run.run_file": "RunConfig load_run",
 }
 """Public names by module."""
+_OF_RUN = ("RunConfig", "load_run")
+"""Public names of the plugin meshwright-run."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name not in _MODULE_OF and name not in _OF_RUN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .files.versions import check_torch
 
     check_torch()
+    if name in _OF_RUN:
+        from .strategy.registry import import_plugin
+
+        return getattr(import_plugin("run", "run_file"), name)
     return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+    return sorted([*globals(), *_MODULE_OF, *_OF_RUN])

@@ -23,10 +23,10 @@ from meshwright.checkpoint.index import INDEX, read_index
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.verifying import shown
 from meshwright.cli import main as cli
-from meshwright.data.tokenizer import train_tokenizer
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright_run.data.tokenizer import train_tokenizer
 
 FLIPS, TRUNCATIONS = 150, 40
 CASE = Case(steps=1, layers=1, dtype="float32")

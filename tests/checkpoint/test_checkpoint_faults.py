@@ -23,7 +23,7 @@ from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
-from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
+from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
 
 CASE = Case(steps=2)
 

@@ -24,9 +24,9 @@ from meshwright.checkpoint.places import Access, LocalFolder
 from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
-from meshwright.train.run.run_directory import RunDirectory
-from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_sections import CheckpointConfig
+from meshwright_run.run_directory import RunDirectory
+from meshwright_run.run_file import load_run
+from meshwright_run.run_sections import CheckpointConfig
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 OURS, THEIRS = b"a secret of ours, of 32 bytes or so", b"a secret of theirs, of 32 bytes also"

@@ -18,7 +18,7 @@ import pytest
 from support.checkpoint_runs import Ended, Runs
 
 from meshwright.checkpoint import read_manifest
-from meshwright.train.run.report import Lines
+from meshwright_run.report import Lines
 
 FULL, READ_ONLY, BROKEN = 28, 30, 5
 FULL_AT_4 = f"step-00000004.writing write {FULL} 0 -1"

@@ -14,9 +14,9 @@ from support.commands import LAUNCHER_VARIABLES, command, write_run
 from typer.testing import CliRunner
 
 from meshwright.cli import main as cli
-from meshwright.launch import local as launch
-from meshwright.train.run import start
-from meshwright.train.run.run_file import load_run
+from meshwright_run import start
+from meshwright_run.launch import local as launch
+from meshwright_run.run_file import load_run
 
 
 @pytest.fixture(scope="module")

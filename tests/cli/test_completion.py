@@ -29,7 +29,7 @@ def test_the_version_is_told_without_torch():
     done = run([sys.executable, "-X", "importtime", "-m", "meshwright", "--version"])
     assert done.stdout == f"meshwright {meshwright.__version__}\n"
     # No command's implementation, nor torch.
-    heavy = {"torch", "transformers", "matplotlib", "meshwright.plan.asked", "meshwright.watch.server"}
+    heavy = {"torch", "transformers", "matplotlib", "meshwright_plan.asked", "meshwright_watch.server"}
     assert not imported(done) & heavy
 
 

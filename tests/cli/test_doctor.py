@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from meshwright.base.processes import usable_cores
 from meshwright.cli.main import app
-from meshwright.guide.doctor import command as doctor_command
-from meshwright.guide.doctor import directory, examine, together
-from meshwright.guide.doctor.directory import directory_findings
-from meshwright.guide.doctor.finding import Finding, as_lines, exit_code, failed
-from meshwright.guide.doctor.machine import clock_findings, limit_findings
-from meshwright.guide.doctor.software import plugin_findings, setting_findings, version_findings
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import Registry
 from meshwright.testing import pool
+from meshwright_diagnose.doctor import command as doctor_command
+from meshwright_diagnose.doctor import directory, examine, together
+from meshwright_diagnose.doctor.directory import directory_findings
+from meshwright_diagnose.doctor.finding import Finding, as_lines, exit_code, failed
+from meshwright_diagnose.doctor.machine import clock_findings, limit_findings
+from meshwright_diagnose.doctor.software import plugin_findings, setting_findings, version_findings
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

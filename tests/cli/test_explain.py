@@ -10,9 +10,9 @@ import pytest
 
 from meshwright.base.validation import validated
 from meshwright.files.parsing import assigned
-from meshwright.guide.explain.facts import Facts, facts_of
-from meshwright.guide.explain.words import sections_of
-from meshwright.train.run.run_file import RunConfig
+from meshwright_plan.explain.facts import Facts, facts_of
+from meshwright_plan.explain.words import sections_of
+from meshwright_run.run_file import RunConfig
 
 RUN: dict[str, Any] = {
     "model": {

@@ -6,7 +6,7 @@ import os
 
 import loop
 
-from meshwright.launch.local import launch
+from meshwright_run.launch.local import launch
 
 
 def main(store: object) -> None:

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.cli.main import app
-from meshwright.clusters import TARGETS, Target
-from meshwright.clusters.files import files_of, submission
-from meshwright.clusters.job import Job, plan_job
-from meshwright.train.run.run_file import RunConfig
+from meshwright_cluster import TARGETS, Target
+from meshwright_cluster.files import files_of, submission
+from meshwright_cluster.job import Job, plan_job
+from meshwright_run.run_file import RunConfig
 
 DATA = Path(__file__).parents[1] / "data"
 VALUES: dict[str, Any] = {

@@ -20,7 +20,6 @@ import meshwright_ddp._compat
 import meshwright_fsdp2._compat
 from meshwright import Mesh, MeshSizes, StrategyError, open_world
 from meshwright._compat import torch_versions
-from meshwright._compat.planning import Fakes, handed_on, in_backward
 from meshwright._compat.torch import (
     GLOO_THREAD,
     TorchDispatchMode,
@@ -43,6 +42,7 @@ from meshwright.tensors.state import whole_tensor
 from meshwright.testing import pool
 from meshwright.testing.pool import GROUP_TIMEOUT_S
 from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
+from meshwright_plan._torch import Fakes, handed_on, in_backward
 
 
 def _names_of_threads() -> set[str]:

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ValidationError
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from meshwright import ConfigError, MeshSizes, RunConfig, get_strategy, list_strategies
-from meshwright.data.config import DataConfig
 from meshwright.step.tokens import target_loss_sum
-from meshwright.train.run.run_file import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
 from meshwright_ddp import DDPConfig, DistributedDataParallelConfig
 from meshwright_fsdp2 import FSDP2Config
+from meshwright_run.data.config import DataConfig
+from meshwright_run.run_file import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
 
 NEEDED: dict[type[BaseModel], dict[str, Any]] = {
     RunConfig: {"model": {"model_type": "llama"}, "steps": 9, "batch_size": 4}

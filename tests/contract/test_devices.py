@@ -23,7 +23,7 @@ from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop.fit import fit
 from meshwright.train.loop.options import Loop
-from meshwright.train.run.run_file import ScheduleConfig
+from meshwright_run.run_file import ScheduleConfig
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
 OFFLOADED = {"offload_policy": {"pin_memory": False}}

@@ -381,8 +381,8 @@ def test_plugins_brought_as_objects_are_told_by_their_name():
         [
             "meshwright.list_strategies()",
             "[s.config_cls() for s in meshwright.list_strategies().values()]; meshwright.get_strategy('fsdp2')",
-            "from meshwright.train.run.run_file import load_run; load_run(sys.argv[1])",
-            "from meshwright.train.run.run_schema import run_schema; run_schema()",
+            "from meshwright_run.run_file import load_run; load_run(sys.argv[1])",
+            "from meshwright_run.run_schema import run_schema; run_schema()",
             "from meshwright.strategy.stack import resolve; resolve('fsdp2', meshwright.MeshSizes(), 4)",
         ]
     ),

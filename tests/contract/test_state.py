@@ -12,7 +12,7 @@ from support.tiers import mostly_slow
 from meshwright import StrategyError
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, reference, train_steps
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 LAYOUTS = [("single", 1, {}), ("ddp", 2, {}), ("fsdp2", 3, {}), ("fsdp2", 4, {"dp_replicate_size": 2})]
 CASE = Case(tied=True)

@@ -12,8 +12,8 @@ from support.chat_templates import DIRECTORY, learnt, record, template, tokenize
 from transformers import ByT5Tokenizer
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.data.chat_template import read_chat_template
-from meshwright.data.encoder import Counts, Encoder
+from meshwright_run.data.chat_template import read_chat_template
+from meshwright_run.data.encoder import Counts, Encoder
 
 TALK = turns("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
 UNSYSTEMATIC = TALK[1:]

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.data import (
+from meshwright_run.data import (
     EOS,
     DataConfig,
     DataOrder,
@@ -48,18 +48,18 @@ from meshwright.data import (
     read_records,
     train_tokenizer,
 )
-from meshwright.data.cache import cache_root
-from meshwright.data.config import DEFAULT_VOCAB_SIZE
-from meshwright.data.conversations import Fields
-from meshwright.data.documents import training_documents
-from meshwright.data.encoder import Encoder
-from meshwright.data.order import shuffled
-from meshwright.data.sources import find_source
-from meshwright.data.tokenizing import tokenized, tokenizing
+from meshwright_run.data.cache import cache_root
+from meshwright_run.data.config import DEFAULT_VOCAB_SIZE
+from meshwright_run.data.conversations import Fields
+from meshwright_run.data.documents import training_documents
+from meshwright_run.data.encoder import Encoder
+from meshwright_run.data.order import shuffled
+from meshwright_run.data.sources import find_source
+from meshwright_run.data.tokenizing import tokenized, tokenizing
 
 EXAMPLES = settings(deadline=None, max_examples=60)
-ENTRY_MODULE = importlib.import_module("meshwright.data.prepare")
-SOURCES_MODULE = importlib.import_module("meshwright.data.sources")
+ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare")
+SOURCES_MODULE = importlib.import_module("meshwright_run.data.sources")
 
 
 def held_out_mask(texts: list[str], fraction: float) -> np.ndarray:
@@ -236,7 +236,7 @@ def test_stream_holds_each_document_and_an_eos(trained: PreTrainedTokenizerFast,
 def test_documents_keep_their_order_over_many_batches(
     trained: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 50)
     texts = [prose(seed, words=seed % 7 + 1) for seed in range(200)]
     records = (Record({"text": text}, "here") for text in texts)
     source = SourceConfig(files="unused")
@@ -442,8 +442,8 @@ def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
 def test_memory_does_not_grow_with_the_corpus(
     tmp_path: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 1 << 12)
-    monkeypatch.setattr("meshwright.data.tokenizing.usable_cores", lambda: 2)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 1 << 12)
+    monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
         text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))
@@ -605,8 +605,8 @@ def test_cache_root_follows_config_then_xdg_then_home(monkeypatch: pytest.Monkey
 
 _SCRIPT = """
 import os, sys
-from meshwright.data import DataConfig, prepare
-module = sys.modules["meshwright.data.prepare"]
+from meshwright_run.data import DataConfig, prepare
+module = sys.modules["meshwright_run.data.prepare"]
 real = module._build
 def build(directory, *args):
     print("built", flush=True)

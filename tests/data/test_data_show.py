@@ -10,14 +10,14 @@ import yaml
 from support.chat_templates import tokenizer, turns
 from typer.testing import CliRunner
 
-from meshwright.cli.data_report import as_histogram, as_text, bins_of
 from meshwright.cli.main import app
-from meshwright.data.documents import Documents
-from meshwright.data.encoder import Counts
-from meshwright.data.feed import Feed, Place
-from meshwright.data.rows import make_rows
-from meshwright.data.run_rows import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
-from meshwright.data.stream import Stream
+from meshwright_run.cli.data_report import as_histogram, as_text, bins_of
+from meshwright_run.data.documents import Documents
+from meshwright_run.data.encoder import Counts
+from meshwright_run.data.feed import Feed, Place
+from meshwright_run.data.rows import make_rows
+from meshwright_run.data.run_rows import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
+from meshwright_run.data.stream import Stream
 
 MODEL = {
     "model_type": "llama",

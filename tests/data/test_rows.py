@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.types import Batch
-from meshwright.data import (
+from meshwright_run.data import (
     DataOrder,
     Documents,
     Feed,
@@ -30,8 +30,8 @@ from meshwright.data import (
     eval_microbatches,
     make_rows,
 )
-from meshwright.data.order import BLOCK, Mixture
-from meshwright.data.packing import LEAST, best_fit, cached_best_fit
+from meshwright_run.data.order import BLOCK, Mixture
+from meshwright_run.data.packing import LEAST, best_fit, cached_best_fit
 
 EXAMPLES = settings(deadline=None, max_examples=80)
 lengths_of = st.lists(st.integers(0, 12), max_size=60)

@@ -29,18 +29,18 @@ from support.corpus import prose
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.validation import validated
-from meshwright.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
-from meshwright.data import progress as progress_module
-from meshwright.data import tokenizing as worker_module
-from meshwright.data.documents import Documents, DocumentsFile, open_documents
-from meshwright.data.files import elements
-from meshwright.data.sources import Record
-from meshwright.data.tokenizing import Worker, tokenized, tokenizing
-from meshwright.train.run.preflight import plan_run
-from meshwright.train.run.resume import _differences
-from meshwright.train.run.run_file import load_run
+from meshwright_run.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
+from meshwright_run.data import progress as progress_module
+from meshwright_run.data import tokenizing as worker_module
+from meshwright_run.data.documents import Documents, DocumentsFile, open_documents
+from meshwright_run.data.files import elements
+from meshwright_run.data.sources import Record
+from meshwright_run.data.tokenizing import Worker, tokenized, tokenizing
+from meshwright_run.preflight import plan_run
+from meshwright_run.resume import _differences
+from meshwright_run.run_file import load_run
 
-PREPARE_MODULE = importlib.import_module("meshwright.data.prepare")
+PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare")
 ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 
 
@@ -165,7 +165,7 @@ def test_an_array_is_read_in_pieces_of_any_size(
     except UnicodeEncodeError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.files._ARRAY_CHUNK", chunk)
+        patch.setattr("meshwright_run.data.files._ARRAY_CHUNK", chunk)
         found = list(elements(io.BytesIO(content), Path("a.json"), max_bytes=1 << 20))
     assert [value for value, _ in found] == rows
     lines = content.decode().splitlines() if indent is not None and ascii_only else None
@@ -225,7 +225,7 @@ def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
 def test_an_example_without_an_end_is_refused_before_memory_is_full(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.files.MAX_BYTES", 1 << 17)
+    monkeypatch.setattr("meshwright_run.data.files.MAX_BYTES", 1 << 17)
     begin = {"a.jsonl": b'{"text": "', "a.json": b'[{"text": "', "a.csv": b'text\n"'}[name]
     (tmp_path / name).write_bytes(begin + b"x" * (1 << 20))
     with pytest.raises(DataError, match=r":\d: .*131[,_]?072"):
@@ -356,7 +356,7 @@ def test_what_a_saved_dataset_has_not_is_named(changes: dict[str, str], message:
 @pytest.mark.slow
 def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(tmp_path: Path) -> None:
     code = (
-        "from meshwright.data import SourceConfig, read_records\n"
+        "from meshwright_run.data import SourceConfig, read_records\n"
         "list(read_records(SourceConfig(dataset='nobody/nothing', revision='v1')))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -503,7 +503,7 @@ def test_the_two_of_a_pair_stay_together(
 ) -> None:
     rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 40)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 40)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
     data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
     sides = [documents_of(data), *data.held_out["held_out"]]
@@ -544,7 +544,7 @@ def test_documents_that_are_taken_out_again_take_along_what_belongs_to_them(
     first = data.draw(st.integers(0, len(expected) - 1))
     last = data.draw(st.integers(first + 1, len(expected)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.documents._CHUNK", 3)
+        patch.setattr("meshwright_run.data.documents._CHUNK", 3)
         taken = file.take_out(first, last)
     file.close()
     assert each_of(taken) == expected[first:last]
@@ -567,17 +567,17 @@ def test_processes_make_the_same_documents_as_this_one(
     tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 2000)
     here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
-    monkeypatch.setattr("meshwright.data.tokenizing._IN_THIS_PROCESS", 6000)
-    monkeypatch.setattr("meshwright.data.tokenizing.usable_cores", lambda: 2)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._IN_THIS_PROCESS", 6000)
+    monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 2)
     there = prepare(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
     for name, array in documents_of(here).arrays().items():
         np.testing.assert_array_equal(array, documents_of(there).arrays()[name])
     assert there.fingerprint == here.fingerprint
     assert not subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright.data.tokenizing"], capture_output=True
+        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright_run.data.tokenizing"], capture_output=True
     ).stdout
 
 
@@ -591,9 +591,9 @@ def test_processes_make_the_same_documents_as_this_one(
 def test_what_goes_wrong_in_a_process_is_told_here(
     texts: list[Any], message: str, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 1)
-    monkeypatch.setattr("meshwright.data.tokenizing._IN_THIS_PROCESS", 1)
-    monkeypatch.setattr("meshwright.data.tokenizing.usable_cores", lambda: 1)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 1)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._IN_THIS_PROCESS", 1)
+    monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 1)
     tokenizer = train_tokenizer(["a b"], 257)
     source = SourceConfig(files="unused")
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]

@@ -9,10 +9,10 @@ import pytest
 from support.chat_templates import learnt, record, tokenizer
 
 from meshwright.base.errors import DataError
-from meshwright.data.config import SourceConfig
-from meshwright.data.encoder import Encoder
-from meshwright.data.sources import read_records
-from meshwright.data.stdlib import library_records
+from meshwright_run.data.config import SourceConfig
+from meshwright_run.data.encoder import Encoder
+from meshwright_run.data.sources import read_records
+from meshwright_run.data.stdlib import library_records
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = '''"""A module.

@@ -15,10 +15,10 @@ from support.commands import command, write_run
 from support.replays import copied, performing, run_file, trained
 
 from meshwright.base.errors import ConfigError
-from meshwright.replay.diff import Diff, Parted, Step, course_of, diff
-from meshwright.replay.record import Recorded
-from meshwright.replay.render import compared
-from meshwright.replay.tensors import apart
+from meshwright_diagnose.replay.diff import Diff, Parted, Step, course_of, diff
+from meshwright_diagnose.replay.record import Recorded
+from meshwright_diagnose.replay.render import compared
+from meshwright_diagnose.replay.tensors import apart
 
 
 @pytest.fixture(scope="module")

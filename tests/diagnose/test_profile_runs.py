@@ -16,20 +16,20 @@ from support.commands import write_run
 from support.runs import Place
 
 from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
-from meshwright._compat.profiling import flight_records, quieten_kineto, seen_by
 from meshwright._compat.torch import is_profiled, marked
 from meshwright.base.types import Batch
-from meshwright.profile.activity import exposed_communication
-from meshwright.profile.faults import FaultFiles
-from meshwright.profile.recording import NOTHING, Sampler, activities, spans_of, warm_up
-from meshwright.profile.summary import load_summary
-from meshwright.profile.trace import read_trace
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
-from meshwright.train.run.preflight import plan_run
-from meshwright.train.run.run_file import load_run
+from meshwright_run.preflight import plan_run
+from meshwright_run.profile._torch import flight_records, quieten_kineto, seen_by
+from meshwright_run.profile.activity import exposed_communication
+from meshwright_run.profile.faults import FaultFiles
+from meshwright_run.profile.recording import NOTHING, Sampler, activities, spans_of, warm_up
+from meshwright_run.profile.summary import load_summary
+from meshwright_run.profile.trace import read_trace
+from meshwright_run.run_file import load_run
 
 PARTS = {"data", "forward_backward", "clip", "read", "optimizer"}
 

@@ -15,12 +15,12 @@ from support.replays import STEPS, again, copied, run_file, trained
 
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.events.step import StepResult
-from meshwright.replay.peers import GRADIENT, OUTPUT, Work, judged
-from meshwright.replay.record import Beginning, Recorded
-from meshwright.replay.start import replay
-from meshwright.train.run.preflight import data_and_model_config
-from meshwright.train.run.report import as_record
-from meshwright.train.run.run_file import load_run
+from meshwright_diagnose.replay.peers import GRADIENT, OUTPUT, Work, judged
+from meshwright_diagnose.replay.record import Beginning, Recorded
+from meshwright_diagnose.replay.start import replay
+from meshwright_run.preflight import data_and_model_config
+from meshwright_run.report import as_record
+from meshwright_run.run_file import load_run
 
 
 @pytest.fixture(scope="module")

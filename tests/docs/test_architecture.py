@@ -15,10 +15,16 @@ from support.house import ROOT, Module, packages, page, read
 FOREIGN = ("torch", "transformers")
 MODULES = [module for package in packages() for module in read(package).values()]
 WITHOUT_TORCH = (
-    *("meshwright", "meshwright.cli.main", "meshwright.cli.data", "meshwright.data.config", "meshwright.data.run_rows"),
-    *("meshwright.files.class_paths", "meshwright.launch.local", "meshwright.launch.rank"),
+    *(
+        "meshwright",
+        "meshwright.cli.main",
+        "meshwright_run.cli.data",
+        "meshwright_run.data.config",
+        "meshwright_run.data.run_rows",
+    ),
+    *("meshwright.files.class_paths", "meshwright_run.launch.local", "meshwright_run.launch.rank"),
     *("meshwright.objectives", "meshwright.single.plugin", "meshwright.strategy.contract", "meshwright.strategy.stack"),
-    *("meshwright.train.run.run_file", "meshwright.mesh.sizes", "meshwright.data.conversations"),
+    *("meshwright_run.run_file", "meshwright.mesh.sizes", "meshwright_run.data.conversations"),
     *(f"meshwright_{name}.plugin" for name in ("fsdp2", "ddp", "megatron_fsdp", "pipeline")),
 )
 KNOWN_PRIVATE = {

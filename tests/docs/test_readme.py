@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshwright import get_registry
-from meshwright.data.tokenizer import train_tokenizer
 from meshwright.testing import Case, pool
 from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, difference, reference, train_case
+from meshwright_run.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,8 +23,8 @@ import site_pages
 import meshwright
 from meshwright.base import errors
 from meshwright.base.errors import MeshwrightError, said
-from meshwright.train.run import run_file
-from meshwright.train.run.run_file import RunConfig
+from meshwright_run import run_file
+from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[2]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

@@ -205,7 +205,7 @@ class Job:
         return [pid for each in self.commands if each.poll() is None for pid in ranks_of_agent(each.pid) if lives(pid)]
 
     def keepers(self) -> list[int]:
-        return [pid for pid, command in processes(self.mark).items() if b"meshwright.memory.keeper" in command]
+        return [pid for pid, command in processes(self.mark).items() if b"meshwright_replicate.keeper" in command]
 
     def has_ended(self) -> bool:
         """Whether a command has; a scheduler then ends the others."""

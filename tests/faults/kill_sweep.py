@@ -30,7 +30,7 @@ import transformers
 import yaml
 from support.commands import LAUNCHER_VARIABLES, write_run
 
-from meshwright.train.run.report import MEASURED
+from meshwright_run.report import MEASURED
 
 STEPS = 24
 PATIENCE_S = 400.0

@@ -21,9 +21,9 @@ from meshwright.events.step import StepResult
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright.train.run import run_rank as run
-from meshwright.train.run import start as starting
-from meshwright.train.run.run_file import load_run
+from meshwright_run import run_rank as run
+from meshwright_run import start as starting
+from meshwright_run.run_file import load_run
 
 FILE = "MESHWRIGHT_TEST_FLIP"
 RUN_RANK, FIT = run.run_rank, run.fit

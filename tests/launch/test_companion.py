@@ -16,7 +16,7 @@ from cluster.starts import TORCHRUN, free_port
 from kill_sweep import await_moment, command_of, end_session, lives, make_run
 from support.replication import Training, after, ranks_of_agent, said_of
 
-from meshwright.launch import companion
+from meshwright_run.launch import companion
 
 INTERVAL_S, PATIENCE_S = 0.1, 1.0
 """Shorter than runs have them."""

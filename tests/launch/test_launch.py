@@ -18,9 +18,9 @@ from support.served import served
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
 from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.local import launch
-from meshwright.launch.rank import guarded
 from meshwright.launch.store import connect_store
+from meshwright_run.launch.local import launch
+from meshwright_run.launch.rank import guarded
 
 TARGETS = launch_targets.__file__
 PROMPT_S = 30

@@ -11,12 +11,12 @@ import pytest
 from torch.distributed import HashStore
 
 from meshwright.events.step import StepResult
-from meshwright.launch.hang import DONE, Report, culprits, read_signs, standing, who_hangs
-from meshwright.launch.pulse import Pulse, write_sign
 from meshwright.mesh.progress import At, Progress, Sign
-from meshwright.train.run.report import NewStragglers, as_record, read_metrics
-from meshwright.train.run.run_sections import StragglersConfig
-from meshwright.train.run.stragglers import Stragglers
+from meshwright_run.launch.hang import DONE, Report, culprits, read_signs, standing, who_hangs
+from meshwright_run.launch.pulse import Pulse, write_sign
+from meshwright_run.report import NewStragglers, as_record, read_metrics
+from meshwright_run.run_sections import StragglersConfig
+from meshwright_run.stragglers import Stragglers
 
 INTERVAL_S = 2.0
 LIMIT_S = 90.0

@@ -18,8 +18,8 @@ from kill_sweep import STEPS, Run, Started, await_moment, end_session, fingerpri
 from support.commands import LAUNCHER_VARIABLES, command, write_run
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.run.run_file import as_plain, load_run
-from meshwright.train.run.start import SAME_PLACE, Restarts, rank_counts
+from meshwright_run.run_file import as_plain, load_run
+from meshwright_run.start import SAME_PLACE, Restarts, rank_counts
 
 TOLD_S = 2.0
 """Ranks that survive a peer hear of it in this time."""

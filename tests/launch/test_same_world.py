@@ -17,8 +17,8 @@ from kill_sweep import Run, await_moment, end_session, finish, lives, make_run
 from support.replication import Training, after, assert_same, ranks_of_agent, said_of
 
 from meshwright.base.errors import RankError
-from meshwright.launch.rank import ECHO_WAIT_S
 from meshwright.launch.store import agreed_prefix
+from meshwright_run.launch.rank import ECHO_WAIT_S
 
 
 def _side_by_side(store: dist.Store, size: int, late_s: dict[int, float], timeout_s: float = 20.0) -> list[str]:

@@ -28,8 +28,8 @@ from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import train_steps
 from meshwright.testing.pool import GROUP_TIMEOUT_S
 from meshwright.testing.zoo import zoo_config
-from meshwright.train.run.report import read_metrics
-from meshwright.train.run.run_file import OptimizerConfig, load_run
+from meshwright_run.report import read_metrics
+from meshwright_run.run_file import OptimizerConfig, load_run
 
 TARGETS = hang_targets.__file__
 TIMEOUT_S = 8.0

@@ -34,7 +34,7 @@ from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.tracing.observe import Observer
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 LARGE = 1e3
 """A budget in which everything is held [GB]."""

@@ -23,8 +23,8 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.cli import main as cli
 from meshwright.model.adapter import read_base
 from meshwright.testing import pool
-from meshwright.train.run.preflight import plan_run
-from meshwright.train.run.run_file import load_run
+from meshwright_run.preflight import plan_run
+from meshwright_run.run_file import load_run
 
 PEFT: dict[str, Any] = {"type": "lora", "r": 2, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}
 

@@ -18,7 +18,7 @@ from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import full_weights, train_steps
 from meshwright.testing.zoo import zoo_config
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 CPU = torch.device("cpu")
 

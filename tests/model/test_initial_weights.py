@@ -20,7 +20,7 @@ from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
 from meshwright.testing.parity import full_weights
 from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
-from meshwright.train.run.run_file import load_run
+from meshwright_run.run_file import load_run
 
 # Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
 # rescaled projections, submodels.

@@ -30,8 +30,8 @@ from meshwright.model.pretrained import find_directory
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import train_steps
-from meshwright.train.run.preflight import plan_run
-from meshwright.train.run.run_file import load_run
+from meshwright_run.preflight import plan_run
+from meshwright_run.run_file import load_run
 
 COMMIT, LATER = "a" * 40, "b" * 40
 

@@ -20,14 +20,15 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.base.errors import BatchError, ConfigError, ModelError
-from meshwright.objectives import CrossEntropy, Objective, get_objective, list_objectives, previous_tokens
+from meshwright.objectives import Objective, get_objective, list_objectives
 from meshwright.objectives.base import Columns
-from meshwright.objectives.functions import log1mexp
 from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright.testing import pool
 from meshwright.testing.models import tiny_model
+from meshwright_objectives import CrossEntropy, previous_tokens
+from meshwright_objectives.functions import log1mexp
 
 CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
 

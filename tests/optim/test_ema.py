@@ -34,7 +34,7 @@ from meshwright.testing.case import share
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, full_weights, train_between, train_steps
 from meshwright.train.loop.ema import EMA
-from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig, load_run
+from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run
 
 EXACT = 1e-12
 CASE = Case(

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.base.errors import ConfigError
 from meshwright.optim.build import build_scheduler, can_fuse, fused_where_it_pays, optimizer_factory, try_optimization
-from meshwright.train.run.run_file import OptimizerConfig, ScheduleConfig
+from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
 
 
 def named() -> list[tuple[str, nn.Parameter]]:

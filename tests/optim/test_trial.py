@@ -12,7 +12,7 @@ from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import config_from_mapping
 from meshwright.model.layout import ModelSize
-from meshwright.train.run.model_trial import check_memory, try_model
+from meshwright_run.model_trial import check_memory, try_model
 
 BAD = {
     "key and value heads that do not divide": (

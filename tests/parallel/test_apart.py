@@ -14,7 +14,7 @@ from meshwright.base.types import Batch
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager
 from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types, zoo_vocab
-from meshwright.train.run.model_trial import check_kept_apart, try_rows
+from meshwright_run.model_trial import check_kept_apart, try_rows
 
 SLOW = pytest.mark.slow
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]

@@ -28,7 +28,7 @@ from meshwright.testing.case import global_batch, share
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.tracing.collectives import measure_collectives
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 TP2 = {"tp_size": 2}
 SLOW = pytest.mark.slow

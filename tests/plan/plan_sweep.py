@@ -22,10 +22,10 @@ from typing import Any
 from support.plan_layouts import Layout, deep_layout, deep_plan, done, planned
 
 from meshwright.base.errors import MeshwrightError, RankError
-from meshwright.plan.depth import NEARLY
 from meshwright.strategy.registry import get_registry
 from meshwright.testing.conformance import layouts_of
 from meshwright.testing.pool import pool
+from meshwright_plan.depth import NEARLY
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "plan_exact.json"
 DEEP_RESULTS = RESULTS.with_name("plan_deep.json")

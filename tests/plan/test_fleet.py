@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from meshwright.base.errors import ConfigError
-from meshwright.plan.fleet.fleet import HOUR, NODES, Copies, Fleet, Saves, best_every, daly, goodput, young
-from meshwright.plan.fleet.simulation import DAY, PARTS, simulate
-from meshwright.plan.config import PlanConfig
+from meshwright_plan.config import PlanConfig
+from meshwright_plan.fleet.fleet import HOUR, NODES, Copies, Fleet, Saves, best_every, daly, goodput, young
+from meshwright_plan.fleet.simulation import DAY, PARTS, simulate
 
 RATE = PlanConfig().failures_per_rank_hour
 LARGE = Fleet(16_384, 8, 6.2, Saves(24, 1.0, 33.0, 35.0), RATE, 60.0, 300.0)

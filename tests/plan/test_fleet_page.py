@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from meshwright.plan.fleet import advice
-from meshwright.plan.fleet.advice import Costs
-from meshwright.plan.fleet.fleet import HOUR, NODES, PAIRS, Copies, Fleet, Saves, best_every, goodput
-from meshwright.train.run.run_file import RunConfig
-from meshwright.plan.config import PlanConfig
+from meshwright_plan.config import PlanConfig
+from meshwright_plan.fleet import advice
+from meshwright_plan.fleet.advice import Costs
+from meshwright_plan.fleet.fleet import HOUR, NODES, PAIRS, Copies, Fleet, Saves, best_every, goodput
+from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -22,9 +22,11 @@ from meshwright.checkpoint.values import RANDOM
 from meshwright.files.commands import uncollected
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
-from meshwright.plan.device import find_device
-from meshwright.plan.fleet import advice
-from meshwright.plan.fleet.advice import (
+from meshwright.testing.pool import pool
+from meshwright_plan.config import PlanConfig
+from meshwright_plan.device import find_device
+from meshwright_plan.fleet import advice
+from meshwright_plan.fleet.advice import (
     COPIED,
     OWN,
     OWN_COPIED,
@@ -34,12 +36,10 @@ from meshwright.plan.fleet.advice import (
     state_bytes,
     told,
 )
-from meshwright.plan.fleet.fleet import HOUR
-from meshwright.plan.job import job_of
-from meshwright.plan.planned import plan
-from meshwright.testing.pool import pool
-from meshwright.train.run.run_file import RunConfig
-from meshwright.plan.config import PlanConfig
+from meshwright_plan.fleet.fleet import HOUR
+from meshwright_plan.job import job_of
+from meshwright_plan.planned import plan
+from meshwright_run.run_file import RunConfig
 
 RATE = PlanConfig().failures_per_rank_hour
 STEP_S, RANKS = 5.0, 128

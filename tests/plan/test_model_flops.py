@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from meshwright import Loop, MeshSizes, StepResult, fit
 from meshwright.objectives import get_objective
 from meshwright.optim.build import optimizer_factory
-from meshwright.plan.model_flops import ModelFlops, model_flops
-from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop.extension import Flops
-from meshwright.train.run.report import describe
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_plan.model_flops import ModelFlops, model_flops
+from meshwright_plan.trace import Job
+from meshwright_run.report import describe
+from meshwright_run.run_file import OptimizerConfig
 
 S = 48
 """Tokens of a row."""

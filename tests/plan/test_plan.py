@@ -21,14 +21,14 @@ from meshwright._compat.torch_versions import compiles_attention_in_float64
 from meshwright.cli.main import app
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.plan import planned as planned_module
-from meshwright.plan import stages
-from meshwright.plan.depth import Point, Report, at_full_size
-from meshwright.plan.device import find_device
-from meshwright.plan.planned import plan, representatives
-from meshwright.plan.trace import Job, Trace, traces
-from meshwright.plan.world import choices, planned_world
 from meshwright.testing.pool import pool
+from meshwright_plan import planned as planned_module
+from meshwright_plan import stages
+from meshwright_plan.depth import Point, Report, at_full_size
+from meshwright_plan.device import find_device
+from meshwright_plan.planned import plan, representatives
+from meshwright_plan.trace import Job, Trace, traces
+from meshwright_plan.world import choices, planned_world
 
 ROOT = Path(__file__).parents[2]
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.processes import SETTINGS
-from meshwright.plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Allocator, replay, streams
-from meshwright.plan.trace import Operation
+from meshwright_plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Allocator, replay, streams
+from meshwright_plan.trace import Operation
 
 MIB = 1 << 20
 sizes = st.one_of(st.integers(1, 4 * SMALL), st.integers(1, 60 * MIB))

@@ -16,17 +16,17 @@ import torch
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.sizes import Degrees
-from meshwright.plan import links
-from meshwright.plan.calibration import measure
-from meshwright.plan.calibration.calibrate import Rates, best, calibrate, calibrate_to, device_of, written
-from meshwright.plan.calibration.fit import Sample, deviation, fit
-from meshwright.plan.calibration.measure import KINDS, Clock, Effort, products
-from meshwright.plan.device import Device, Node, find_device
-from meshwright.plan.meter import Held
-from meshwright.plan.time import play
-from meshwright.plan.trace import Operation, Trace
 from meshwright.testing.pool import pool
 from meshwright.tracing.collectives import Collective
+from meshwright_plan import links
+from meshwright_plan.calibration import measure
+from meshwright_plan.calibration.calibrate import Rates, best, calibrate, calibrate_to, device_of, written
+from meshwright_plan.calibration.fit import Sample, deviation, fit
+from meshwright_plan.calibration.measure import KINDS, Clock, Effort, products
+from meshwright_plan.device import Device, Node, find_device
+from meshwright_plan.meter import Held
+from meshwright_plan.time import play
+from meshwright_plan.trace import Operation, Trace
 
 TINY = Effort(
     window_s=0.002,
@@ -277,8 +277,8 @@ def test_nodes_of_different_sizes_are_refused_on_all_ranks_and_what_would_take_t
 
 COMMAND = """
 import sys
-from meshwright.plan.calibration.calibrate import calibrate_to
-from meshwright.plan.calibration.measure import Effort
+from meshwright_plan.calibration.calibrate import calibrate_to
+from meshwright_plan.calibration.measure import Effort
 if __name__ == "__main__":
     effort = Effort(0.001, 1, 1, (64,), 64, 64, 1 << 16, 3, (1 << 10, 1 << 16))
     sys.exit(calibrate_to(sys.argv[1], ranks=int(sys.argv[2]), device="cpu", effort=effort))

@@ -23,19 +23,19 @@ from support.tiers import mostly_slow
 
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees, MeshSizes
-from meshwright.plan import links
-from meshwright.plan.allocator import reserved
-from meshwright.plan.device import Device, find_device
-from meshwright.plan.meter import OWNERS, ROUND_TO, Held
-from meshwright.plan.pictures import marks
-from meshwright.plan.pictures.mesh_map import NODE, boxes, groups, levels, size_of
-from meshwright.plan.pictures.page import page, write_page
-from meshwright.plan.pictures.pngs import write_pngs
-from meshwright.plan.pictures.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
-from meshwright.plan.pictures.shown import Shown, frontier, shown, to_plan, traffic
-from meshwright.plan.planned import plan
-from meshwright.plan.time import COMPUTE, Span, Timeline
-from meshwright.plan.trace import Operation, Trace
+from meshwright_plan import links
+from meshwright_plan.allocator import reserved
+from meshwright_plan.device import Device, find_device
+from meshwright_plan.meter import OWNERS, ROUND_TO, Held
+from meshwright_plan.pictures import marks
+from meshwright_plan.pictures.mesh_map import NODE, boxes, groups, levels, size_of
+from meshwright_plan.pictures.page import page, write_page
+from meshwright_plan.pictures.pngs import write_pngs
+from meshwright_plan.pictures.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
+from meshwright_plan.pictures.shown import Shown, frontier, shown, to_plan, traffic
+from meshwright_plan.planned import plan
+from meshwright_plan.time import COMPUTE, Span, Timeline
+from meshwright_plan.trace import Operation, Trace
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LAYOUTS = {

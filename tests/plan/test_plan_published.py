@@ -80,8 +80,8 @@ def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_
 )
 def test_losses_hold_what_theirs_hold(source, compiles, expected):
     from meshwright.manager import row_loss
-    from meshwright.plan.meter import StepMeter
-    from meshwright.plan.world import planned_world
+    from meshwright_plan.meter import StepMeter
+    from meshwright_plan.world import planned_world
 
     with planned_world(0, 1), code.running(_row(source=source, compile=compiles)):
         hidden = torch.empty(4096, 8, dtype=torch.bfloat16, requires_grad=True)

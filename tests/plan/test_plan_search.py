@@ -17,17 +17,17 @@ from support.plan_layouts import SIZES
 
 from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.mesh.sizes import Degrees
-from meshwright.plan.calibration.calibrate import written
-from meshwright.plan.command import load_job
-from meshwright.plan.device import Device, find_device
-from meshwright.plan.job import job_of
-from meshwright.plan.planned import plan
-from meshwright.plan.search import recommend as recommending
-from meshwright.plan.search.candidates import Candidate, Space
-from meshwright.plan.search.expect import NOISE, Estimate, Expectations, Outlooks
-from meshwright.plan.search.glance import Glance, Line, answer
-from meshwright.plan.search.recommend import recommend, tables, tokens_of, write_run
-from meshwright.plan.search.search import Search
+from meshwright_plan.calibration.calibrate import written
+from meshwright_plan.command import load_job
+from meshwright_plan.device import Device, find_device
+from meshwright_plan.job import job_of
+from meshwright_plan.planned import plan
+from meshwright_plan.search import recommend as recommending
+from meshwright_plan.search.candidates import Candidate, Space
+from meshwright_plan.search.expect import NOISE, Estimate, Expectations, Outlooks
+from meshwright_plan.search.glance import Glance, Line, answer
+from meshwright_plan.search.recommend import recommend, tables, tokens_of, write_run
+from meshwright_plan.search.search import Search
 
 MODEL = {"model_type": "llama", **SIZES}
 RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}
@@ -228,8 +228,8 @@ def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.plan.search.search.answer", os._exit)
-    monkeypatch.setattr("meshwright.plan.search.search.Search._request", lambda *_, **__: 9)
+    monkeypatch.setattr("meshwright_plan.search.search.answer", os._exit)
+    monkeypatch.setattr("meshwright_plan.search.search.Search._request", lambda *_, **__: 9)
     with pytest.raises(TrainingError, match="one of the 2 processes that trace layouts has died"):
         recommend(_file(tmp_path), [*SHARDED, "tp_size=1"], 2, "h100-80gb", processes=2)
 

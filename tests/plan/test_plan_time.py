@@ -14,13 +14,13 @@ from support.plan_layouts import Layout, planned
 from meshwright._compat.torch import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
-from meshwright.plan import kernels, links
-from meshwright.plan.allocator import GATHER, LARGE_GRANULE, REDUCE, reserved, streams
-from meshwright.plan.device import DEVICES, Device, Link, devices, find_device
-from meshwright.plan.meter import Held, StepMeter
-from meshwright.plan.time import COMPUTE, Timeline, play
-from meshwright.plan.trace import Operation, Trace, touched
 from meshwright.tracing.collectives import Collective
+from meshwright_plan import kernels, links
+from meshwright_plan.allocator import GATHER, LARGE_GRANULE, REDUCE, reserved, streams
+from meshwright_plan.device import DEVICES, Device, Link, devices, find_device
+from meshwright_plan.meter import Held, StepMeter
+from meshwright_plan.time import COMPUTE, Timeline, play
+from meshwright_plan.trace import Operation, Trace, touched
 
 H100 = find_device("h100-80gb")
 LINK = Link(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)

@@ -19,10 +19,10 @@ from support.commands import LAUNCHER_VARIABLES, write_run
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
 from meshwright.testing import pool
-from meshwright.train.run.journal import TimelineLog, timeline_logs
-from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_rank import run_rank
-from meshwright.watch import timelines
+from meshwright_run.journal import TimelineLog, timeline_logs
+from meshwright_run.run_file import load_run
+from meshwright_run.run_rank import run_rank
+from meshwright_watch import timelines
 
 
 def _rank(path: str) -> None:

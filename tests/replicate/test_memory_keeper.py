@@ -28,18 +28,18 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.processes import identity_of
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, sealed, verify
 from meshwright.checkpoint.places import DEFAULT
-from meshwright.memory import keepers, wire
-from meshwright.memory.copier import Copier
-from meshwright.memory.keeper import Keeper
-from meshwright.memory.keepers import Keepers, Node
-from meshwright.memory.place import places_of
-from meshwright.memory.room import Rooms
-from meshwright.memory.wire import Link
 from meshwright.testing import pool
-from meshwright.train.run.fate import check_restarts
-from meshwright.train.run.run_file import RunConfig
-from meshwright.train.run.run_sections import CheckpointConfig
-from meshwright.train.run.start import rank_counts
+from meshwright_replicate import keepers, wire
+from meshwright_replicate.copier import Copier
+from meshwright_replicate.keeper import Keeper
+from meshwright_replicate.keepers import Keepers, Node
+from meshwright_replicate.place import places_of
+from meshwright_replicate.room import Rooms
+from meshwright_replicate.wire import Link
+from meshwright_run.fate import check_restarts
+from meshwright_run.run_file import RunConfig
+from meshwright_run.run_sections import CheckpointConfig
+from meshwright_run.start import rank_counts
 
 TOKEN = "a token"
 
@@ -193,16 +193,16 @@ def test_what_a_run_does_not_go_on_from_is_let_go(local: Local) -> None:
 
 
 def test_a_keeper_imports_no_torch_and_ends_if_who_it_is_for_has(tmp_path: Path) -> None:
-    code = "import sys, meshwright.memory.keeper; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, meshwright_replicate.keeper; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    command = [sys.executable, "-m", "meshwright.memory.keeper", str(tmp_path / "keeper.sock")]
+    command = [sys.executable, "-m", "meshwright_replicate.keeper", str(tmp_path / "keeper.sock")]
     subprocess.run([*command, str(os.getpid()), "another process"], timeout=20, check=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_socket_of_a_keeper_goes_when_its_launcher_ends(tmp_path: Path) -> None:
     launcher, name = subprocess.Popen(["sleep", "60"]), str(tmp_path / "keeper.sock")
-    command = [sys.executable, "-m", "meshwright.memory.keeper", name, str(launcher.pid), identity_of(launcher.pid)]
+    command = [sys.executable, "-m", "meshwright_replicate.keeper", name, str(launcher.pid), identity_of(launcher.pid)]
     keeper = subprocess.Popen(command)
     try:
         until, is_there = time.monotonic() + 20, False

@@ -32,7 +32,7 @@ from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
 from meshwright.train.loop.monitors import BAD_STEPS, BadStepConfig, BadSteps, EarlyStopping, Watch
-from meshwright.train.run.resume import Source
+from meshwright_run.resume import Source
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 SECRET = b"a secret of 32 bytes and a few more"

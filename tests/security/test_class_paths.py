@@ -60,7 +60,7 @@ DANGEROUS = """
     transformers.models.llama.convert_llama_weights_to_hf.Llama3Converter
     transformers.models.auto.modeling_auto.AutoModelForCausalLM transformers.models.rag.retrieval_rag.RagRetriever
     transformers.models.deprecated.transfo_xl.tokenization_transfo_xl.TransfoXLTokenizer
-    transformers.testing_utils.CaptureStd meshwright.launch.store.Listener meshwright.memory.keeper.Keeper
+    transformers.testing_utils.CaptureStd meshwright.launch.store.Listener meshwright_replicate.keeper.Keeper
     meshwright.checkpoint.remote.RemotePlace meshwright.files.class_paths.allow_imports
     meshwright.testing.cells.Cell subprocess.Popen os.system builtins.exec ctypes.CDLL importlib.import_module
 """.strip().split()
@@ -183,7 +183,7 @@ def test_what_a_checked_file_may_say_is_known_without_importing_it() -> None:
         "torch.distributed.fsdp.CPUOffloadPolicy",
         "torch.distributed.tensor.parallel.ColwiseParallel",
         "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-        "meshwright.objectives.preference.DPO",
+        "meshwright_objectives.preference.DPO",
     ],
 )
 def test_classes_that_configurations_need_are_imported(path: str) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import DataError
-from meshwright.data.files import opened, read_file
-from meshwright.data.progress import Meter
+from meshwright_run.data.files import opened, read_file
+from meshwright_run.data.progress import Meter
 
 zstandard = pytest.importorskip("zstandard")
 LIMIT_S, LIMIT_MB = 20.0, 500
@@ -89,7 +89,7 @@ def test_what_is_compressed_well_is_read(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_document_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.data.files.MAX_BYTES", 10)
+    monkeypatch.setattr("meshwright_run.data.files.MAX_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 10)
     assert next(read_file(tmp_path / "a.txt", Meter()))[0] == {"text": "x" * 10}
     (tmp_path / "a.txt").write_text("x" * 11)

@@ -18,18 +18,18 @@ from support.commands import command
 from meshwright._compat import peft as peft_compat
 from meshwright.base.errors import ConfigError, DataError, ModelError
 from meshwright.checkpoint.keys import read_key
-from meshwright.data import chat_template, train_tokenizer
-from meshwright.data.chat_template import ChatTemplate, read_chat_template
-from meshwright.data.conversations import Conversation
-from meshwright.data.files import opened
-from meshwright.data.prepare import tokenizer_key
-from meshwright.data.progress import Meter
 from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.configuration import digest_of_code
 from meshwright.testing.models import tiny_model
-from meshwright.train.run.journal import id_of
-from meshwright.train.run.start import _last_step
+from meshwright_run.data import chat_template, train_tokenizer
+from meshwright_run.data.chat_template import ChatTemplate, read_chat_template
+from meshwright_run.data.conversations import Conversation
+from meshwright_run.data.files import opened
+from meshwright_run.data.prepare import tokenizer_key
+from meshwright_run.data.progress import Meter
+from meshwright_run.journal import id_of
+from meshwright_run.start import _last_step
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PATTERN = r"(\w+|\.)*(\w|\.)*(\w|\.)*!"

@@ -125,7 +125,7 @@ def _drive(cases: str, results: str) -> None:
     sys.path.insert(0, os.getcwd())
     # What most commands import; each fork would do it anew.
     for module in (
-        "meshwright.train.run.run_rank",
+        "meshwright_run.run_rank",
         "meshwright.checkpoint.verifying",
         "meshwright_pipeline.show",
         "transformers.models.llama.modeling_llama",

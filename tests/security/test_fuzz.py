@@ -30,19 +30,19 @@ from typer.testing import CliRunner
 from meshwright.base.errors import MeshwrightError
 from meshwright.base.validation import validated
 from meshwright.cli import main as cli
-from meshwright.data import load_tokenizer, prepare, sources
 from meshwright.files.parsing import as_yaml, parse_yaml
-from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import model_config
 from meshwright.optim.build import try_optimization
 from meshwright.optim.groups import needs_closure
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
-from meshwright.train.run import start
-from meshwright.train.run.model_trial import try_model
-from meshwright.train.run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
-from meshwright.train.run.run_schema import run_schema
+from meshwright_run import start
+from meshwright_run.data import load_tokenizer, prepare, sources
+from meshwright_run.launch import local as launch
+from meshwright_run.model_trial import try_model
+from meshwright_run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
+from meshwright_run.run_schema import run_schema
 
 MINIMAL = {"model": {"model_type": "llama"}, "steps": 1, "batch_size": 1}
 CPU = torch.device("cpu")

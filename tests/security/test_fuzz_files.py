@@ -29,16 +29,16 @@ from typer.testing import CliRunner
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.cli.main import app
-from meshwright.data import load_tokenizer
 from meshwright.model.adapter import read_adapter_config
 from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import open_pretrained
-from meshwright.plan.device import find_device
-from meshwright.train.run.fate import check_output
-from meshwright.train.run.report import read_metrics
-from meshwright.train.run.run_file import load_run
-from meshwright.watch.answers import Answers, as_json
-from meshwright.watch.run import WatchedRun
+from meshwright_plan.device import find_device
+from meshwright_run.data import load_tokenizer
+from meshwright_run.fate import check_output
+from meshwright_run.report import read_metrics
+from meshwright_run.run_file import load_run
+from meshwright_watch.answers import Answers, as_json
+from meshwright_watch.run import WatchedRun
 
 HUGE = 10**400
 ODD: list[Any] = [

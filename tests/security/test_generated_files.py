@@ -17,10 +17,10 @@ import yaml
 from security.small_run import job_values
 
 from meshwright.base.errors import ConfigError
-from meshwright.clusters import TARGETS, Target
-from meshwright.clusters.files import files_of
-from meshwright.clusters.job import Job, plan_job
-from meshwright.train.run.run_file import RunConfig
+from meshwright_cluster import TARGETS, Target
+from meshwright_cluster.files import files_of
+from meshwright_cluster.job import Job, plan_job
+from meshwright_run.run_file import RunConfig
 
 PIECES = [
     *("$(touch PWNED)", "`touch PWNED`", "$HOME", "${HOME}", "$(NODE_RANK)", "$(RANK)", "$$", "$$$", "$(", "$@"),

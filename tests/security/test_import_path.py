@@ -102,7 +102,7 @@ def test_a_run_that_python_starts(place: Path) -> None:
     script.parent.mkdir()
     script.write_text(
         "import sys\n"
-        "import meshwright.launch.local as local\n"
+        "import meshwright_run.launch.local as local\n"
         "def main(store): import torch\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(local.launch(main, (), nproc=2))\n"

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.processes import identity_of
-from meshwright.memory import keeper, keepers, wire
-from meshwright.memory.socket_file import listen_at, remove, socket_path
+from meshwright_replicate import keeper, keepers, wire
+from meshwright_replicate.socket_file import listen_at, remove, socket_path
 
 TOKEN = "a token"
 MARGIN_MB = 30
@@ -32,7 +32,7 @@ class Process:
     def __init__(self, place: Path) -> None:
         self.path = place / "keeper.sock"
         me = os.getpid()
-        command = [sys.executable, "-m", "meshwright.memory.keeper", str(self.path), str(me), identity_of(me)]
+        command = [sys.executable, "-m", "meshwright_replicate.keeper", str(self.path), str(me), identity_of(me)]
         self.process = subprocess.Popen(command)
         until = time.monotonic() + 30
         while True:
@@ -219,7 +219,7 @@ def test_one_keeper_for_one_name_and_dead_ones_leave_nothing(place: Path) -> Non
     path = socket_path("name")
     dead = path.with_name("dead.sock")
     code = (
-        f"from pathlib import Path; from meshwright.memory.socket_file import listen_at; listen_at(Path({str(dead)!r}))"
+        f"from pathlib import Path; from meshwright_replicate import socket_file as s; s.listen_at(Path({str(dead)!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert dead.exists()

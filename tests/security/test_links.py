@@ -18,7 +18,7 @@ from meshwright.checkpoint.drafts import LocalDraft
 from meshwright.checkpoint.places import LocalFolder
 from meshwright.files.parsing import time_limit
 from meshwright.files.writing import append, fresh, open_to_append, write_whole, written_whole
-from meshwright.train.run import run_directory as files
+from meshwright_run import run_directory as files
 
 CORE = Path(files.__file__).parents[2]
 MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.run.fate import Fate, check_output
-from meshwright.train.run.run_directory import LISTED, METRICS, MODEL, REPLACED, REPLACED_FILES, RUN, RunDirectory
-from meshwright.train.run.run_file import RunConfig
+from meshwright_run.fate import Fate, check_output
+from meshwright_run.run_directory import LISTED, METRICS, MODEL, REPLACED, REPLACED_FILES, RUN, RunDirectory
+from meshwright_run.run_file import RunConfig
 
 
 def _config(directory: Path) -> RunConfig:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.base.processes import Handle, identity_of
-from meshwright.launch import local
+from meshwright_run.launch import local
 
 
 def _sleeper() -> subprocess.Popen[bytes]:

@@ -14,13 +14,13 @@ from support.commands import command
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
 from meshwright.checkpoint.remote import place_of
-from meshwright.clusters import TARGETS, Target
-from meshwright.clusters.files import files_of, write
-from meshwright.clusters.job import Job, plan_job
 from meshwright.events.run import TrackerSpec
-from meshwright.train.run import trackers
-from meshwright.train.run.secrets import HIDDEN, is_secret, resolved
-from meshwright.train.run.run_file import RunConfig, as_plain
+from meshwright_cluster import TARGETS, Target
+from meshwright_cluster.files import files_of, write
+from meshwright_cluster.job import Job, plan_job
+from meshwright_run import trackers
+from meshwright_run.run_file import RunConfig, as_plain
+from meshwright_run.secrets import HIDDEN, is_secret, resolved
 
 SECRET = "correct-horse-battery-staple"
 NAMES = [

@@ -18,8 +18,8 @@ from rich.text import Text
 
 import meshwright
 from meshwright.base.errors import ConfigError, printable
-from meshwright.data import progress as data_progress
 from meshwright.files.terminal import new_console, plain, say, styled, warn
+from meshwright_run.data import progress as data_progress
 
 CORE = Path(meshwright.__file__).parent
 ROOT = CORE.parents[1]

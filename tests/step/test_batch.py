@@ -97,7 +97,7 @@ def test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_
 def _misuse(strategy: str) -> list[str]:
     from meshwright.optim.build import optimizer_factory
     from meshwright.testing.models import tiny_model
-    from meshwright.train.run.run_file import OptimizerConfig
+    from meshwright_run.run_file import OptimizerConfig
 
     case = Case()
     manager = build_manager(strategy, {}, {}, case)

@@ -20,7 +20,7 @@ from meshwright.testing.case import share
 from meshwright.testing.models import adapted_model, case_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.tracing.collectives import measure_collectives
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 R = {"r": 4, "lora_alpha": 8}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

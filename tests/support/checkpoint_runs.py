@@ -16,7 +16,7 @@ from support.commands import LAUNCHER_VARIABLES, write_run
 
 from meshwright.checkpoint import read_manifest, steps_in
 from meshwright.checkpoint.manifest import verify
-from meshwright.train.run.report import MEASURED
+from meshwright_run.report import MEASURED
 
 
 @dataclass(frozen=True)

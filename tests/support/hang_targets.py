@@ -13,10 +13,10 @@ import threading
 import time
 
 from meshwright.base.processes import leave
-from meshwright.launch.local import launch, warm_up
-from meshwright.launch.rank import guarded
-from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_rank import run_rank
+from meshwright_run.launch.local import launch, warm_up
+from meshwright_run.launch.rank import guarded
+from meshwright_run.run_file import load_run
+from meshwright_run.run_rank import run_rank
 
 
 def stop():
@@ -47,10 +47,10 @@ def places():
     """Where a rank can hang: the class and name of a method, on which of its calls (0: each), and how."""
     from meshwright.checkpoint.export import Export
     from meshwright.checkpoint.saving import Saving
-    from meshwright.data import Feed
     from meshwright.manager.data_parallel import DataParallelManager
     from meshwright.manager.forward import Forward
-    from meshwright.train.run.journal import RankLog
+    from meshwright_run.data import Feed
+    from meshwright_run.journal import RankLog
 
     return {
         "nothing": (DataParallelManager, "forward_backward", -1, stop),

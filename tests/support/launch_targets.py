@@ -14,8 +14,8 @@ from datetime import timedelta
 from meshwright.base.errors import ModelError
 from meshwright.base.processes import leave
 from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.local import launch, warm_up
-from meshwright.launch.rank import guarded
+from meshwright_run.launch.local import launch, warm_up
+from meshwright_run.launch.rank import guarded
 
 GROUP_TIMEOUT_S = 300
 """Far longer than any test may take: a test that has to wait for it fails."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.objectives import get_objective, list_objectives, previous_tokens
+from meshwright.objectives import get_objective, list_objectives
 from meshwright.step.tokens import Outputs, Tokens, targets
+from meshwright_objectives import previous_tokens
 
 B, S, V, K = 4, 9, 13, 3
 PROMPT = 3

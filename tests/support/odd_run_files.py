@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.files.parsing import as_yaml
 from meshwright.strategy.registry import get_registry
-from meshwright.train.run.run_schema import run_schema
+from meshwright_run.run_schema import run_schema
 
 Place = tuple[tuple[str, ...], dict[str, Any]]
 """A key, with those above it, and the schema of what it holds."""

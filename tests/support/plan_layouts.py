@@ -22,14 +22,14 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
-from meshwright.plan import planned as planned_module
-from meshwright.plan import stages
-from meshwright.plan.allocator import LARGE_GRANULE
-from meshwright.plan.depth import NEARLY
-from meshwright.plan.device import find_device
-from meshwright.plan.planned import representatives, trace_rank
-from meshwright.plan.trace import Job, Trace, trace
 from meshwright.strategy.stack import resolve
+from meshwright_plan import planned as planned_module
+from meshwright_plan import stages
+from meshwright_plan.allocator import LARGE_GRANULE
+from meshwright_plan.depth import NEARLY
+from meshwright_plan.device import find_device
+from meshwright_plan.planned import representatives, trace_rank
+from meshwright_plan.trace import Job, Trace, trace
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -17,14 +17,14 @@ from support.commands import LAUNCHER_VARIABLES
 from support.runs import KillAfter, Killed
 from torch import nn
 
-from meshwright.replay.order import Order
-from meshwright.replay.rank import replay_rank
-from meshwright.replay.start import Replayed, replay
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
-from meshwright.train.run import assembly
-from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_rank import run_rank
+from meshwright_diagnose.replay.order import Order
+from meshwright_diagnose.replay.rank import replay_rank
+from meshwright_diagnose.replay.start import Replayed, replay
+from meshwright_run import assembly
+from meshwright_run.run_file import load_run
+from meshwright_run.run_rank import run_rank
 
 STEPS = 6
 

@@ -50,7 +50,7 @@ def keepers_of(pid: int) -> list[int]:
     for path in Path("/proc").iterdir():
         try:
             words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
-            if b"meshwright.memory.keeper" in words and str(pid).encode() in words:
+            if b"meshwright_replicate.keeper" in words and str(pid).encode() in words:
                 found.append(int(path.name))
         except OSError:
             continue

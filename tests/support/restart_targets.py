@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.processes import leave
-from meshwright.train.run import start as starting
-from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_rank import run_rank
+from meshwright_run import start as starting
+from meshwright_run.run_file import load_run
+from meshwright_run.run_rank import run_rank
 
 BROKEN = "MESHWRIGHT_TEST_BROKEN"
 

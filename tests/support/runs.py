@@ -19,9 +19,9 @@ from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
-from meshwright.train.run.report import MEASURED
-from meshwright.train.run.run_file import load_run
-from meshwright.train.run.run_rank import run_rank
+from meshwright_run.report import MEASURED
+from meshwright_run.run_file import load_run
+from meshwright_run.run_rank import run_rank
 
 STEPS, EVERY, TOLERANCE = 8, 2, 1e-9
 

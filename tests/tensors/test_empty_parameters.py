@@ -15,8 +15,8 @@ import meshwright as mw
 from meshwright import ModelError, load_run
 from meshwright.testing import pool
 from meshwright.testing.models import tiny_model
-from meshwright.train.run.preflight import plan_run
 from meshwright_fsdp2 import fsdp2_strategy_parallelize
+from meshwright_run.preflight import plan_run
 
 TOLD = r"layers.0.mlp.gate_proj.weight is to be trained, but its shape \(0, \d+\) has no elements\. Change the size"
 

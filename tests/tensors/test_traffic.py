@@ -20,7 +20,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.testing import pool
 from meshwright.tracing.collectives import measure_collectives
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 SLOW = pytest.mark.slow
 WIDTH = 4

@@ -32,7 +32,7 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_with_optimizer, full_weights
 from meshwright.train.loop.monitors import LEAST_KNOWN, BadSteps, deviations_above
-from meshwright.train.run.report import as_record, read_metrics
+from meshwright_run.report import as_record, read_metrics
 
 CASE = Case(microbatches=2, sequences=16)
 POISON = 130

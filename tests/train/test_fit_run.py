@@ -16,12 +16,12 @@ from support.checkpoints import step_directory
 from support.runs import Place
 
 from meshwright.base.errors import ConfigError
-from meshwright.data import load_tokenizer
 from meshwright.train.loop.monitors import EarlyStopping
-from meshwright.train.run.output import beginning
-from meshwright.train.run.preflight import data_and_model_config, plan_run, steps_of
-from meshwright.train.run.resume import early_stopping
-from meshwright.train.run.run_file import ScheduleConfig, load_run
+from meshwright_run.data import load_tokenizer
+from meshwright_run.output import beginning
+from meshwright_run.preflight import data_and_model_config, plan_run, steps_of
+from meshwright_run.resume import early_stopping
+from meshwright_run.run_file import ScheduleConfig, load_run
 
 
 def _summary(place: Place) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import torch
 
 from meshwright import count_tokens
 from meshwright.base.types import Batch
-from meshwright.data import Documents, Feed, Place, make_rows
 from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE
 from meshwright.testing.models import case_vocab
 from meshwright.testing.parity import build_manager, full_weights
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.data import Documents, Feed, Place, make_rows
+from meshwright_run.run_file import OptimizerConfig
 
 ARCHITECTURES = [
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "cohere2"),

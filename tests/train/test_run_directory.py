@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.data import DataOrder, lay_out
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler, set_schedule
 from meshwright.optim.groups import decay_groups
-from meshwright.train.run.fate import check_restarts
-from meshwright.train.run.preflight import data_and_model_config
-from meshwright.train.run.report import as_record, read_metrics
-from meshwright.train.run.run_directory import RunDirectory
-from meshwright.train.run.run_file import RunConfig, ScheduleConfig, load_run
+from meshwright_run.data import DataOrder, lay_out
+from meshwright_run.fate import check_restarts
+from meshwright_run.preflight import data_and_model_config
+from meshwright_run.report import as_record, read_metrics
+from meshwright_run.run_directory import RunDirectory
+from meshwright_run.run_file import RunConfig, ScheduleConfig, load_run
 
 
 @pytest.fixture(scope="module")

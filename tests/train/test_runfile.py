@@ -16,8 +16,8 @@ from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
-from meshwright.train.run.run_file import RunConfig, as_plain, load_run
-from meshwright.train.run.run_schema import run_schema
+from meshwright_run.run_file import RunConfig, as_plain, load_run
+from meshwright_run.run_schema import run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 MINIMAL = "model: {model_type: llama}\nsteps: 10\nbatch_size: 4\n"

@@ -40,7 +40,6 @@ from meshwright import (
 )
 from meshwright.base.stopping import SAME_S
 from meshwright.checkpoint.manifest import steps_in
-from meshwright.data.tokenizing import Worker
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
@@ -49,8 +48,9 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
-from meshwright.train.run.run_file import ScheduleConfig
-from meshwright.train.run.run_sections import CheckpointConfig
+from meshwright_run.data.tokenizing import Worker
+from meshwright_run.run_file import ScheduleConfig
+from meshwright_run.run_sections import CheckpointConfig
 
 STEPS = 60
 LAYOUT: dict[str, Any] = {

@@ -33,8 +33,8 @@ from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
 from meshwright.train.loop.batches import step_seed
 from meshwright.train.loop.step import train_step
-from meshwright.train.run.report import Reporter, draw_loss_curve
-from meshwright.train.run.run_file import ScheduleConfig
+from meshwright_run.report import Reporter, draw_loss_curve
+from meshwright_run.run_file import ScheduleConfig
 
 STEPS = 6
 

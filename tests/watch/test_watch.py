@@ -22,14 +22,15 @@ from starlette.testclient import TestClient
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.run.report import read_metrics
-from meshwright.train.run.stragglers import stragglers
-from meshwright.watch import server, timelines
-from meshwright.watch.columns import Columns, chosen, within
-from meshwright.watch.compare import compare, differing_settings
-from meshwright.watch.ranks import Ranks
-from meshwright.watch.run import WatchedRun, watched
-from meshwright.watch.tail import Tail, parse_lines
+from meshwright_run.report import read_metrics
+from meshwright_run.run_file import differing_settings
+from meshwright_run.stragglers import stragglers
+from meshwright_watch import server, timelines
+from meshwright_watch.columns import Columns, chosen, within
+from meshwright_watch.compare import compare
+from meshwright_watch.ranks import Ranks
+from meshwright_watch.run import WatchedRun, watched
+from meshwright_watch.tail import Tail, parse_lines
 
 MOST = 1 << 20
 
@@ -427,8 +428,8 @@ def test_only_addresses_and_localhost_are_names_of_this_machine(
 @pytest.mark.slow
 def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path: Path) -> None:
     make_run(tmp_path / "x", 3)
-    modules = "server, run, answers; import meshwright.watch.command"
-    code = f"import sys; from meshwright.watch import {modules}; sys.exit('torch' in sys.modules)"
+    modules = "server, run, answers; import meshwright_watch.command"
+    code = f"import sys; from meshwright_watch import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     command = [sys.executable, "-m", "meshwright", "watch", str(tmp_path / "x"), "--port", "0", "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

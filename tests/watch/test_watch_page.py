@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
-from meshwright.watch import server
-from meshwright.watch.run import watched
+from meshwright_watch import server
+from meshwright_watch.run import watched
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")

@@ -11,7 +11,7 @@ Host: TypeAlias = Literal["first rank", "launcher"]
 
 
 def started_by_launcher() -> bool:
-    """Return whether this process is a rank of a launched world, also of `meshwright.launch.local.launch`."""
+    """Return whether this process is a rank of a launched world, also of `meshwright_run.launch.local.launch`."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -1,26 +1,21 @@
-"""Training objectives, chosen by name: each a frozen config that is called with token statistics and a batch."""
+"""Training objectives, chosen by name: each a frozen config that is called with token statistics and a batch.
+
+Those of the project, such as `DPO`, are in the plugin meshwright-objectives, and can be imported from here, too.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .base import Column, Objective
-from .heads import Reward, Value
-from .policy import GRPO, PPO
-from .preference import DPO, KTO, ORPO, SimPO
 from .registry import check_objective, get_objective, list_objectives
-from .supervised import CrossEntropy, Distill, Unlikelihood
 
-if TYPE_CHECKING:
-    from .functions import previous_tokens as previous_tokens
-
-__all__ = ["DPO", "GRPO", "KTO", "ORPO", "PPO", "Column", "CrossEntropy", "Distill", "Objective", "Reward", "SimPO"]
-__all__ += ["Unlikelihood", "Value", "check_objective", "get_objective", "list_objectives", "previous_tokens"]
+__all__ = ["Column", "Objective", "check_objective", "get_objective", "list_objectives"]
 
 
-def __getattr__(name: str) -> object:
-    if name == "previous_tokens":
-        from .functions import previous_tokens
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ..strategy.registry import import_plugin
 
-        return previous_tokens
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_plugin("objectives"), name)

@@ -18,11 +18,8 @@ def list_objectives(registry: Registry | None = None) -> Mapping[str, type[Objec
     Raises:
         ConfigError: two plugins register one name, or something that is no objective.
     """
-    from .plugin import register_objectives
-
     found: dict[str, type[Objective]] = {}
-    plugins: list[tuple[str, Callable[..., list[Any]]]] = [("core", lambda: [register_objectives()])]
-    for plugin, register in plugins + (registry or get_registry()).implementations("register_objectives"):
+    for plugin, register in (registry or get_registry()).implementations("register_objectives"):
         for cls in (cls for classes in register() for cls in classes):
             if not (isinstance(cls, type) and issubclass(cls, Objective) and hasattr(cls, "name")):
                 raise ConfigError(f"plugin {plugin} brings {cls!r}, which is no meshwright.objectives.Objective.")

@@ -8,11 +8,14 @@ one name, or two strategies claim one alias, neither gets it: load order must no
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -57,6 +60,18 @@ def install_line(extra: str) -> str:
 def how_to_install(extra: str) -> str:
     """Return a sentence for errors: how to install a plugin of this project."""
     return f"Install it from a clone of meshwright: {install_line(extra)}"
+
+
+def import_plugin(extra: str, module: str = "") -> ModuleType:
+    """Return the package of a plugin of this project, or a module of it.
+
+    Raises:
+        ImportError: it is not installed; the text says how to install it.
+    """
+    package = f"meshwright_{extra}"
+    if find_spec(package) is None:
+        raise ImportError(f"{package} is not installed. {how_to_install(extra)}")
+    return importlib.import_module(f"{package}.{module}" if module else package)
 
 
 @dataclass(frozen=True)

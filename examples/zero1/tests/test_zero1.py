@@ -18,7 +18,7 @@ from meshwright.testing import Case, conformance, pool
 from meshwright.testing.case import Outcome
 from meshwright.testing.cells import register
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
-from meshwright.train.run.run_file import OptimizerConfig
+from meshwright_run.run_file import OptimizerConfig
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Worker ranks get this process's sys.path and import this module to find their tasks, so they see the plugin too.

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright import ConfigError, MeshSizes, resolve
-from meshwright.train.run.run_file import load_run
 from meshwright_fsdp2 import FSDP2Config
 from meshwright_fsdp2.unit_options import mixed_precision, offload
+from meshwright_run.run_file import load_run
 
 CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, True)
@@ -137,7 +137,7 @@ def test_policies_of_a_run_file_are_validated_without_torch_and_fit_the_schema(t
     options = load_run(file).strategy_config
     jsonschema.validate(options, FSDP2Config.model_json_schema(), cls=jsonschema.Draft202012Validator)
     code = (
-        "import sys\nfrom meshwright.train.run.run_file import load_run\nfrom meshwright_fsdp2 import FSDP2Config\n"
+        "import sys\nfrom meshwright_run.run_file import load_run\nfrom meshwright_fsdp2 import FSDP2Config\n"
         f"FSDP2Config(**load_run({str(file)!r}).strategy_config)\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

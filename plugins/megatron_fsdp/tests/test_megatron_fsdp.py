@@ -19,8 +19,8 @@ from meshwright.testing.case import share
 from meshwright.testing.cells import Cell
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, train_case, train_steps
-from meshwright.train.run.run_file import OptimizerConfig
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
+from meshwright_run.run_file import OptimizerConfig
 
 slow, zoo = pytest.mark.slow, pytest.mark.zoo
 HSDP = {"dp_replicate_size": 2}

@@ -16,8 +16,8 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_with_optimizer, full_weights, train_steps
 from meshwright.train.loop.step import groups_stepped
-from meshwright.train.run.run_file import OptimizerConfig
 from meshwright_pipeline.state.manager import NoStages
+from meshwright_run.run_file import OptimizerConfig
 
 PP2, SLOW = {"pp_size": 2}, pytest.mark.slow
 TWO_STAGES = {"pipeline": {"pp_schedule": "zbv"}}

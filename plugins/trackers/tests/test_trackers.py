@@ -34,7 +34,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.events.run import RunInfo, RunSummary, SavedCheckpoint
 from meshwright.events.step import StepResult
 from meshwright.strategy.registry import get_registry
-from meshwright.train.run.trackers import chosen, list_trackers, tracking
+from meshwright_run.trackers import chosen, list_trackers, tracking
 from meshwright_trackers.background import Background
 from meshwright_trackers.config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from meshwright_trackers.metrics import parameters, step_metrics

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from ...events.step import StepResult
 
 if TYPE_CHECKING:
-    from ...checkpoint.places import Access, Key, Place
+    from ...checkpoint.keys import Key
+    from ...checkpoint.places import Access, Place
     from ...mesh.world import World
     from ...strategy.contract import StrategyManager
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..._compat import profiling
+from ..._compat.torch import is_profiled
+from ..._compat.torch import marked as _marked
 from ...base.errors import NotFiniteError, TrainingError
 from ...events.step import MARK, StepResult
 from ...strategy.contract import StrategyManager
@@ -194,7 +195,7 @@ ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
 
 def marked(name: str) -> AbstractContextManager[object]:
     """Name a part of a run for torch's profiler; does nothing where none runs."""
-    return profiling.marked(MARK + name)
+    return _marked(MARK + name)
 
 
 class Stopwatch:
@@ -245,7 +246,7 @@ class Stopwatch:
         # A step that has failed leaves its last mark open; the next one closes it.
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
-        self._mark = marked(part) if part is not None and profiling.is_profiled() else None
+        self._mark = marked(part) if part is not None and is_profiled() else None
         if self._mark is not None:
             self._mark.__enter__()
 

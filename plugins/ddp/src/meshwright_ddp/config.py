@@ -253,7 +253,7 @@ class DDPConfig(DistributedDataParallelConfig):
 
     @classmethod
     def variants(cls, *, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning; see [Note: variants] in `meshwright.plan.search.candidates`."""
+        """Options worth planning; see [Note: variants] in `meshwright_plan.search.candidates`."""
         wide: dict[str, Any] = {"model.dtype": "float32"} if is_dtype_open else {}
         half = {"model.dtype": "bfloat16", "grad_reduce_in_fp32": True} if is_dtype_open else {}
         bucketed = {"engine": "bucketed", "overlap_grad_reduce": True}

@@ -135,7 +135,7 @@ class FSDP2Config(StrategyConfig):
 
     @classmethod
     def variants(cls, *, degrees: Degrees, microbatches: int, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.search.candidates`."""
+        """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
         if is_dtype_open:
             options |= {"model.dtype": "float32"}

@@ -156,7 +156,7 @@ class MegatronFSDPConfig(StrategyConfig):
 
     @classmethod
     def variants(cls, *, degrees: Degrees, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.search.candidates`."""
+        """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
         if is_dtype_open:
             options |= {"model.dtype": "bfloat16", "preserve_fp32_weights": True, "grad_reduce_in_fp32": True}

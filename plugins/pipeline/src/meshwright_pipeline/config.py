@@ -90,7 +90,7 @@ class PipelineConfig(FrozenModel):
 
     @classmethod
     def variants(cls, *, degrees: Degrees, layers: int, rows: int, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.search.candidates`."""
+        """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         found = []
         for name, rule in SCHEDULES.items():
             for chunks in (rule.min_chunks,) if rule.max_chunks else (rule.min_chunks, 2 * rule.min_chunks):

@@ -91,7 +91,7 @@ class PipelineManager(StatefulStages):
         self._longest = 0
         self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
         self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
-        """See `meshwright.train.run.journal`."""
+        """See `meshwright_run.journal`."""
 
     # -- the model
 
@@ -128,7 +128,7 @@ class PipelineManager(StatefulStages):
         return self._taken.names
 
     def in_stages(self, model: nn.Module) -> InStages | None:
-        """What a plan needs to know of the stages of a model; see `meshwright.plan.stages.InStages`."""
+        """What a plan needs to know of the stages of a model; see `meshwright_plan.stages.InStages`."""
         return in_stages(model, model_layout(model), self.config, self.mesh.degrees.pp)
 
     # -- steps

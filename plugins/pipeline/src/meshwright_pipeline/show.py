@@ -15,7 +15,6 @@ import typer
 
 from meshwright.base.errors import ConfigError
 from meshwright.files.terminal import new_console
-from meshwright.train.run.run_file import RunConfig, load_run
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .cut.split import elements, ends, split_model
@@ -23,6 +22,8 @@ from .schedule.order import UNIT_COSTS, Kind, Schedule, Times, bubble_fraction, 
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from meshwright import RunConfig
 
 COLOURS = {
     Kind.FORWARD: "#4c78c8",
@@ -108,7 +109,7 @@ def view_of(config: RunConfig) -> View:
 
     from meshwright.strategy.registry import model_layout
     from meshwright.strategy.stack import resolve
-    from meshwright.train.run.preflight import data_and_model_config, processes
+    from meshwright_run.preflight import data_and_model_config, processes
 
     stack, degrees = resolve(
         config.strategy,
@@ -267,6 +268,8 @@ def add_commands(app: typer.Typer) -> None:
         """Show the schedule of a run: the split, what each rank does when, bubbles, and live microbatches."""
 
         console = new_console()
+        from meshwright import load_run
+
         view = view_of(load_run(run_file, assignments or []))
         for each in as_tables(view):
             console.print(each, highlight=False)

@@ -24,7 +24,7 @@ from meshwright.base.validation import FrozenModel, as_config, validated
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.stack import strategy_of
-from meshwright.train.run.run_file import load_run
+from meshwright_run.run_file import load_run
 
 NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "prediction_step")
 """Methods of Trainer that users override, and that nothing calls over a mesh."""

@@ -193,7 +193,7 @@ def _inside(name: str, module: str) -> bool:
 
 @dataclass(frozen=True)
 class InStages:
-    """What a plan needs to know of a model in stages; see `meshwright.plan.stages`."""
+    """What a plan needs to know of a model in stages; see `meshwright_plan.stages`."""
 
     config: PipelineConfig
     blocks: tuple[int, ...]

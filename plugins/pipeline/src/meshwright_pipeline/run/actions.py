@@ -319,7 +319,7 @@ class ActionTimes:
 
 
 class TimelineRecorder:
-    """Records the steps that it is asked for; see `meshwright.train.run.journal.TimelineRecorder`."""
+    """Records the steps that it is asked for; see `meshwright_run.journal.TimelineRecorder`."""
 
     def __init__(self, device: torch.device, pp_rank: int) -> None:
         self._device, self._pp_rank = device, pp_rank

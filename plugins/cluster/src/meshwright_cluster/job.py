@@ -1,0 +1,289 @@
+"""A run as a cluster's job: how many ranks on how many machines, checked as `meshwright train` will check it.
+
+[Note: what a job needs] A job will be stopped and restarted on other machines. So it must save checkpoints to storage
+that all of them share, and the same command must resume from them. Violations are refused here, before submission.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from meshwright.base.errors import ConfigError
+from meshwright.mesh.sizes import Degrees
+from meshwright.strategy.registry import get_registry
+from meshwright.strategy.stack import resolve
+from meshwright_run.data.order import check_batch_size
+from meshwright_run.run_file import RunConfig, hidden
+from meshwright_run.secrets import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned
+
+from . import Target
+from .config import LaunchConfig
+
+RUN_FILE = "run.yaml"
+PORT = 29500
+"""torchrun's default; where the first machine listens."""
+_OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+_STOP_S = 30
+"""Time for a launcher to end, besides the grace period."""
+_EARLY_S = 60
+"""Slurm may signal so much earlier than it is told to (man sbatch)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run file as a job.
+
+    Attributes:
+        values: of the run file, with changes; `config` is the same, validated.
+        directory: of the job's files, absolute.
+        hides_secrets: whether its files have *** instead of secrets.
+    """
+
+    values: Mapping[str, Any]
+    config: RunConfig
+    launch: LaunchConfig
+    ranks_per_node: int
+    gpus_per_node: int
+    degrees: Degrees
+    name: str
+    directory: Path
+    hides_secrets: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.nodes * self.ranks_per_node
+
+    @property
+    def threads(self) -> int:
+        threads = self.config.threads_per_rank
+        return threads if threads != "auto" else self.launch.cpus_per_rank or 1
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of all ranks."""
+        ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        given: dict[str, str] = resolved(self.launch.env, "launch.env")
+        if self.hides_secrets:
+            given |= dict.fromkeys(self._secret_names(given), HIDDEN)
+        return {**ours, **given}
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether the job's files hold values that others should not read."""
+        names = self._secret_names(resolved(self.launch.env, "launch.env"))
+        return bool(names) or hidden(self.values) != dict(self.values)
+
+    def _secret_names(self, given: Mapping[str, str]) -> list[str]:
+        env = self.launch.env
+        return [
+            name for name, value in given.items() if isinstance(env[name], FromEnvironment) or is_secret(name, value)
+        ]
+
+    def shown(self) -> Job:
+        """Return the job for display, without secrets."""
+        launch = self.launch.model_copy(update={"setup": [without_assigned(each) for each in self.launch.setup]})
+        return replace(self, values=hidden(self.values), launch=launch, hides_secrets=True)
+
+    @property
+    def kill_after_s(self) -> int:
+        """Seconds from the signal to the end of a machine's processes, including their launcher."""
+        return self.launch.grace_s + _STOP_S
+
+    def torchrun(self, run_file: str, *, node_rank: str | None = None, address: str | None = None) -> list[str]:
+        """Return the command of one machine.
+
+        Args:
+            node_rank, address: text that the machine replaces by its number, and by the first machine's name; None:
+                torchrun's own variables (PET_*) are set.
+        """
+        command = [self.launch.python, "-m", "torch.distributed.run"]
+        if node_rank is not None and address is not None:
+            command += [f"--nnodes={self.launch.nodes}", f"--nproc-per-node={self.ranks_per_node}"]
+            command += [f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={PORT}"]
+        # By default it kills ranks that are saving.
+        command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        command += [f"--shutdown-timeout={self.launch.grace_s}"]
+        return [*command, "-m", "meshwright", "train", run_file]
+
+
+def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory: Path | None = None) -> Job:
+    """Check that a run can be a job; see [Note: what a job needs].
+
+    Args:
+        values: of the run file; `config` is the same, validated.
+        directory: of the job's files; None: launch/NAME.
+
+    Raises:
+        MeshwrightError: as `meshwright train` does.
+    """
+    launch = config.section(LaunchConfig) or LaunchConfig()
+    gpus, ranks = _on_each_node(config, launch)
+    _, degrees = resolve(
+        config.strategy,
+        config,
+        launch.nodes * ranks,
+        config=config.strategy_config,
+        wrapper_config=config.wrapper_config,
+        registry=get_registry(),
+    )
+    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    _check_goes_on(config, to)
+    if to == "slurm" and launch.time_limit_s is not None and launch.time_limit_s <= launch.grace_s + _EARLY_S:
+        raise ConfigError(
+            f"launch.time_limit={launch.time_limit} is over as soon as it has begun: the signal comes launch.grace_s="
+            f"{launch.grace_s} s before, or up to {_EARLY_S} s sooner. Raise the one or lower the other."
+        )
+    _check_storage(config, launch, to)
+    directory = directory and directory.absolute()
+    # Raises where a variable that is taken from the environment is not set.
+    resolved(launch.env, "launch.env")
+    _check_text({"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()})
+    if to == "skypilot":
+        _check_not_expanded({"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()})
+    name = launch.name or _name(config.output_dir)
+    where = directory or Path("launch") / name
+    return Job(
+        # A single rank has no launcher, and would start as many ranks as there are devices.
+        values={key: value for key, value in values.items() if key != "launch"}
+        | ({"nproc": 1} if launch.nodes * ranks == 1 else {}),
+        config=config,
+        launch=launch,
+        ranks_per_node=ranks,
+        gpus_per_node=gpus,
+        degrees=degrees,
+        name=name,
+        directory=where.absolute(),
+    )
+
+
+def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
+    """Return the GPUs and the ranks of a machine."""
+    ranks = launch.ranks_per_node or launch.gpus_per_node or (config.nproc if config.nproc != "auto" else None)
+    if ranks is None:
+        raise ConfigError(
+            "how many ranks a machine is to have is not known. Set launch.ranks_per_node, or launch.gpus_per_node, "
+            "such as --gpus-per-node 8."
+        )
+    on_cpu = config.device == "cpu"
+    gpus = launch.gpus_per_node if launch.gpus_per_node is not None else 0 if on_cpu else ranks
+    if on_cpu and gpus:
+        raise ConfigError(f"launch.gpus_per_node={gpus}, but device=cpu. Leave one of the two out.")
+    if not on_cpu and not gpus:
+        raise ConfigError("launch.gpus_per_node=0, but device is not cpu. Set device=cpu, or ask for GPUs.")
+    if gpus and ranks != gpus:
+        raise ConfigError(
+            f"launch.ranks_per_node={ranks}, but launch.gpus_per_node={gpus}: each rank has one GPU. "
+            f"Set both to the same."
+        )
+    return gpus, ranks
+
+
+def _check_goes_on(config: RunConfig, to: Target) -> None:
+    """Refuse a job that would not resume after a restart."""
+    saving = config.checkpoint
+    if not saving.saves:
+        raise ConfigError(
+            "the run saves no checkpoints, so a job that is stopped and begun anew would begin at step 0. Set "
+            "checkpoint.every, such as 500 or 20m."
+        )
+    if config.resumption.source == "never":
+        raise ConfigError(
+            "resume=never would remove, each time that the job is begun anew, what has been done. Set resume=auto."
+        )
+    if to in ("ray", "skypilot") and not saving.saves_in_time:
+        raise ConfigError(
+            f"the run saves only when a signal comes, and {to} takes machines away without one. Set checkpoint.every."
+        )
+    if to in ("slurm", "kubernetes") and "SIGTERM" not in saving.stops_on.signals:
+        raise ConfigError(
+            f"checkpoint.on_signal.signals={saving.stops_on.signals}, but {to} announces the end of a job by SIGTERM. "
+            f"Add it, or leave on_signal out."
+        )
+    if to == "slurm" and saving.stops_on.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
+        raise ConfigError(
+            f"checkpoint.on_signal.exit_code={saving.stops_on.exit_code} is also that of a run that has ended, failed "
+            f"or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
+        )
+
+
+def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
+    """Refuse an output directory that not all machines share."""
+    path = PurePosixPath(config.output_dir)
+    shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
+    why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
+    # Ray runs a job in a temporary copy of the working directory.
+    if (shared or to == "ray") and not path.is_absolute():
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
+            f"directory on shared storage by its whole path."
+        )
+    if shared and is_of_one_machine(config.output_dir):
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is a machine's own, {why}. Name a directory on shared storage."
+        )
+    places: Sequence[str] | None = None
+    if to == "kubernetes":
+        if launch.kubernetes.image is None or launch.kubernetes.claim is None:
+            missing = "image" if launch.kubernetes.image is None else "claim"
+            raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it, such as by --set.")
+        places, key = [launch.kubernetes.mount], "launch.kubernetes.mount"
+    elif to == "skypilot":
+        places, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
+    if places is not None and not any(_is_below(path, each) for each in places):
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is not below {' or '.join(places) or 'anything'} ({key}), so what the "
+            f"job leaves would end with its machines. Name a directory there."
+        )
+
+
+def is_of_one_machine(path: str) -> bool:
+    """Return whether a directory is certainly local to one machine."""
+    return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
+
+
+def _check_text(values: Mapping[str, Any]) -> None:
+    """Refuse control characters, line separators and surrogates."""
+    for where, text in _texts(values):
+        if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
+            raise ConfigError(
+                f"{where}={text!r} has control characters, which the files of a job cannot have. Leave them out."
+            )
+
+
+def _check_not_expanded(values: Mapping[str, Any]) -> None:
+    """Refuse variables where SkyPilot would expand them."""
+    for where, text in _texts(values):
+        if "$" in text:
+            raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
+
+
+def _texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in nested values, and their keys, with the path of each."""
+    if isinstance(values, str):
+        yield where, values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield where or str(key), str(key)
+            yield from _texts(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value, where)
+
+
+def _is_below(path: PurePosixPath, place: str) -> bool:
+    return PurePosixPath(place) in (path, *path.parents)
+
+
+def _name(output_dir: str) -> str:
+    """A name that every cluster accepts: that of a Kubernetes service begins with a letter."""
+    plain = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
+    named = plain if plain[:1].isalpha() else f"run-{plain}"
+    return named[:40].strip("-")

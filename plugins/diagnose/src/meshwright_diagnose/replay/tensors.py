@@ -1,0 +1,310 @@
+"""Keep parameters, gradients and outputs of modules of a step in files, and compare those of two replays.
+
+[Note: a gradient as state] What an optimizer steps is divided over ranks as its state is, and a strategy describes
+state by name, in chunks. So a gradient that is put into that state for a moment is described as chunks of a full
+tensor, under the names of the unwrapped model, however the strategy shards parameters.
+
+[Note: full outputs] Ranks of data have rows of their own, one after the other. Along `tp` an output is full on each
+rank, or a part of the positions, or a part of the features, which is left out: a layer's divided output shows in what
+follows from it. Along `cp` positions are dealt out in another order, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshwright.base.types import Batch, OptimizerFactory
+from meshwright.optim.build import ConfiguredOptimizer
+from meshwright.optim.groups import Trained, members_of
+from meshwright.strategy.contract import StrategyManager
+from meshwright.tensors.pieces import Sharded
+from meshwright.tensors.whole_parameters import whole_parameters
+
+from .peers import PLAIN, first_of
+
+BUCKET_BYTES = 1 << 25
+NAMES = "names.json"
+MOST_BYTES = 1 << 30
+"""Of outputs on one rank; if they take more, none are kept."""
+_KEY = "meshwright_gradient"
+
+
+class NotedOptimizers(ConfiguredOptimizer):
+    """The factory of a run file's optimizer, which keeps what it has `made`: one for each part of the model here."""
+
+    made: list[Optimizer]
+
+    def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
+        make, self.made = super().for_model(trained), getattr(self, "made", [])
+
+        def factory(named: object) -> Optimizer:
+            self.made.append(make(named))  # type: ignore[arg-type]
+            return self.made[-1]
+
+        return factory
+
+
+def save_gradients(manager: StrategyManager, optimizers: NotedOptimizers, directory: Path) -> None:
+    """Save the gradients that the optimizers are about to step with, zeros where there is none. Collective."""
+    members = [member for each in optimizers.made for member in members_of(each)]
+    stepped = [(each, p) for each in members for group in each.param_groups for p in group["params"]]
+    for optimizer, parameter in stepped:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        optimizer.state[parameter][_KEY] = gradient.detach()
+    try:
+        state = manager.sharded_state().optimizer
+        pieces = {} if state is None else {name: each[_KEY] for name, each in state.tensors.items() if _KEY in each}
+    finally:
+        for optimizer, parameter in stepped:
+            del optimizer.state[parameter][_KEY]
+            if not optimizer.state[parameter]:
+                del optimizer.state[parameter]
+    held: Mapping[str, Sharded | None] = pieces
+    _save(whole_parameters(lambda: held, manager.mesh, bucket_bytes=BUCKET_BYTES, dtype=None), manager, directory)
+
+
+def save_parameters(manager: StrategyManager, directory: Path) -> None:
+    """Save all parameters, as the model computes with them. Collective."""
+    _save(manager.iter_parameters(bucket_bytes=BUCKET_BYTES), manager, directory)
+
+
+def _save(tensors: Iterator[tuple[str, Tensor]], manager: StrategyManager, directory: Path) -> None:
+    """Save a file for each on the first rank, one after the other, so that only one is held in full."""
+    is_first, names = manager.mesh.rank == 0, list[str]()
+    if is_first:
+        directory.mkdir(exist_ok=True)
+    for name, tensor in tensors:
+        if is_first:
+            torch.save(tensor.cpu(), directory / f"{len(names)}.pt")
+        names.append(name)
+    if is_first:
+        (directory / NAMES).write_text(json.dumps(names), encoding="utf-8")
+
+
+# -- outputs of modules, of N rows of a step with S positions
+
+
+class Outputs:
+    """Context manager around one step that keeps the outputs of each module in training, on this rank."""
+
+    def __init__(self, manager: StrategyManager) -> None:
+        self._mesh, self._parts = manager.mesh, tuple(manager.model_parts)
+        # A stage of a pipeline has placeholders where others have modules.
+        in_stages = self._mesh.degrees.pp > 1
+        self._names = {
+            id(module): name
+            for part in self._parts
+            for name, module in part.named_modules()
+            if name and not (in_stages and next(module.parameters(), None) is None)
+        }
+        self._found: dict[str, list[Tensor]] = defaultdict(list)
+        self._calls = dict.fromkeys(range(len(self._parts)), 0)
+        self._bytes = 0
+        self._handles: list[Any] = []
+        self.reason = "positions are dealt out over the ranks of cp" if self._mesh.degrees.cp > 1 else ""
+
+    def __enter__(self) -> Outputs:
+        for number, part in enumerate(self._parts if not self.reason else ()):
+            self._handles.append(part.register_forward_pre_hook(self._counting(number)))
+            for module in part.modules():
+                if id(module) in self._names:
+                    self._handles.append(module.register_forward_hook(self._noting(number)))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _counting(self, number: int) -> Any:
+        def count(module: nn.Module, *_: Any) -> None:
+            self._calls[number] += module.training
+
+        return count
+
+    def _noting(self, number: int) -> Any:
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            first = first_of(output)
+            found = self._found[self._names[id(module)]]
+            # What is recomputed is kept already.
+            if not module.training or len(found) >= self._calls[number] or type(first) not in PLAIN:
+                return
+            if isinstance(first, DTensor):
+                first = first.to_local()
+            self._bytes += first.nbytes
+            if self._bytes > MOST_BYTES:
+                self.reason = f"outputs take more than {MOST_BYTES >> 20} MiB on a rank"
+                self._found.clear()
+                return
+            found.append(first.detach().to("cpu", copy=True))
+
+        return note
+
+    def save(self, directory: Path, drawn: Sequence[Batch]) -> None:
+        """Save them in a file of this rank, with the rows of its microbatches."""
+        mesh = self._mesh
+        rows = [
+            torch.stack([ids, labels])
+            for batch in drawn
+            for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+        ]
+        outputs = {} if self.reason else {name: _joined(each, len(rows)) for name, each in self._found.items()}
+        saved = {
+            "data_rank": mesh.data_rank,
+            "tp": mesh.axis_rank("tp"),
+            "pp": mesh.axis_rank("pp"),
+            "reason": self.reason,
+            "rows": rows,
+            "outputs": {name: each for name, each in outputs.items() if each is not None},
+        }
+        torch.save(saved, directory / f"outputs-{mesh.rank}.pt")
+
+
+def _joined(parts: Sequence[Tensor], count: int) -> list[Tensor] | None:
+    """The rows of an output, perhaps of several lengths; a pipeline's padding rows come last and are dropped."""
+    if not parts or any(each.dim() < 2 or not each.is_floating_point() for each in parts):
+        return None
+    rows = [row for part in parts for row in part]
+    return rows[:count] if len(rows) >= count else None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The rows of a step, by their bytes, with counts, and outputs by module and row, or why there are none."""
+
+    rows: Mapping[bytes, int]
+    outputs: Mapping[str, dict[bytes, Tensor]]
+    reason: str
+
+
+def traced(directory: Path) -> Traced:
+    """Read what the ranks of a replay have kept in a directory."""
+    files = sorted(directory.glob("outputs-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+    ranks = [torch.load(path, weights_only=True) for path in files]
+    reason = next((each["reason"] for each in ranks if each["reason"]), "")
+    rows: Counter[bytes] = Counter()
+    outputs: dict[str, dict[bytes, Tensor]] = {}
+    for data_rank in sorted({each["data_rank"] for each in ranks}):
+        mine = [each for each in ranks if each["data_rank"] == data_rank]
+        keys = [_key(row) for row in mine[0]["rows"]]
+        rows.update(keys)
+        lengths = [row.shape[1] for row in mine[0]["rows"]]
+        for stage in sorted({each["pp"] for each in mine}):
+            along_tp = sorted((each for each in mine if each["pp"] == stage), key=lambda each: each["tp"])
+            for name in along_tp[0]["outputs"]:
+                full = _unsharded([each["outputs"].get(name) for each in along_tp], lengths)
+                if full is not None:
+                    outputs.setdefault(name, {}).update(zip(keys, full, strict=True))
+    return Traced(rows, outputs, reason)
+
+
+def _key(row: Tensor) -> bytes:
+    """Token ids and labels without padding, which is longer next to longer rows: one column, again and again."""
+    length = row.shape[1]
+    while length > 1 and torch.equal(row[:, length - 1], row[:, length - 2]):
+        length -= 1
+    return row[:, :length].contiguous().numpy().tobytes()
+
+
+def _unsharded(parts: Sequence[list[Tensor] | None], lengths: Sequence[int]) -> list[Tensor] | None:
+    """The rows of an output from those of the ranks of `tp`; None where it is divided in another way."""
+    found = []
+    for row, length in enumerate(lengths):
+        pieces = [part[row] for part in parts if part is not None and len(part) > row]
+        if len(pieces) != len(parts):
+            return None
+        if all(piece.shape[0] == length for piece in pieces):
+            # Features that are divided differ from rank to rank.
+            if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
+                return None
+            found.append(pieces[0])
+        elif sum(piece.shape[0] for piece in pieces) == length:
+            found.append(torch.cat(pieces))
+        else:
+            return None
+    return found
+
+
+# -- comparison
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The largest difference of two tensors, relative to their largest element, or why they cannot be compared."""
+
+    name: str
+    absolute: float
+    relative: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Of `count` tensors in the order of the model: how many are beyond the tolerance, the first, and the largest."""
+
+    count: int
+    first: Apart | None
+    largest: Apart | None
+    beyond: int
+
+
+def apart(name: str, one: Tensor, other: Tensor) -> Apart:
+    """Return how far two tensors are apart, in float64; elements that are NaN in both are equal."""
+    if one.shape != other.shape:
+        return Apart(name, torch.inf, torch.inf, f"shape {tuple(one.shape)} against {tuple(other.shape)}")
+    if not one.numel():
+        return Apart(name, 0.0, 0.0)
+    a, b = one.double(), other.double()
+    between = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
+    most, scale = float(between.max()), float(torch.maximum(a.abs(), b.abs()).nan_to_num(nan=0.0).max())
+    return Apart(name, most, most / scale if most and math.isfinite(most) else most)
+
+
+def differences(one: Path, other: Path, tolerance: float) -> Differences:
+    """Compare what two replays have saved, by name, with a relative tolerance."""
+    mine, theirs = (
+        {name: path / f"{number}.pt" for number, name in enumerate(json.loads((path / NAMES).read_text("utf-8")))}
+        for path in (one, other)
+    )
+    found = []
+    for name, path in mine.items():
+        if name in theirs:
+            pair = (torch.load(each, weights_only=True, mmap=True) for each in (path, theirs.pop(name)))
+            found.append(apart(name, *pair))
+        else:
+            found.append(Apart(name, torch.inf, torch.inf, "the second run has none of that name"))
+    found += [Apart(name, torch.inf, torch.inf, "the first run has none of that name") for name in theirs]
+    return _summed(found, tolerance)
+
+
+def different_outputs(one: Traced, other: Traced, tolerance: float) -> Differences:
+    """Compare outputs of modules that both replays have in full, in the order in which the first has computed them."""
+    found: list[Apart] = []
+    for name, rows in one.outputs.items():
+        theirs = other.outputs.get(name)
+        if theirs is None or rows.keys() != theirs.keys():
+            continue
+        pairs = [(rows[key], theirs[key]) for key in rows]
+        if any(a.shape[1:] != b.shape[1:] for a, b in pairs):
+            continue
+        widths = [min(len(a), len(b)) for a, b in pairs]
+        left = torch.cat([a[:width].flatten() for (a, _), width in zip(pairs, widths, strict=True)])
+        right = torch.cat([b[:width].flatten() for (_, b), width in zip(pairs, widths, strict=True)])
+        found.append(apart(name, left, right))
+    return _summed(found, tolerance)
+
+
+def _summed(found: list[Apart], tolerance: float) -> Differences:
+    beyond = [each for each in found if not each.relative <= tolerance]
+    largest = max(found, key=lambda each: each.relative, default=None)
+    return Differences(len(found), beyond[0] if beyond else None, largest, len(beyond))

@@ -1,0 +1,24 @@
+"""Objectives of meshwright: supervised fine-tuning, DPO and other preference losses, GRPO. Each is a frozen config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .heads import Reward, Value
+from .policy import GRPO, PPO
+from .preference import DPO, KTO, ORPO, SimPO
+from .supervised import CrossEntropy, Distill, Unlikelihood
+
+if TYPE_CHECKING:
+    from .functions import previous_tokens as previous_tokens
+
+__all__ = ["DPO", "GRPO", "KTO", "ORPO", "PPO", "CrossEntropy", "Distill", "Reward", "SimPO", "Unlikelihood", "Value"]
+__all__ += ["previous_tokens"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "previous_tokens":
+        from .functions import previous_tokens
+
+        return previous_tokens
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

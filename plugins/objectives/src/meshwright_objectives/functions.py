@@ -1,0 +1,205 @@
+"""Arithmetic that several objectives share.
+
+Shapes: B rows of a microbatch, S positions of each, P pairs of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshwright.base.types import IGNORED_LABEL
+from meshwright.step.tokens import Sequences, Tokens, targets
+
+ABSENT = -1e30
+"""The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""
+
+
+log_sigmoid = F.logsigmoid
+
+
+def log1mexp(value: Tensor) -> Tensor:
+    """Return log(1 - exp(value)) for negative values, accurate near 0 and far from it.
+
+    Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
+    """
+    small = value > -0.6931471805599453
+    # Neither branch is evaluated where its gradient is infinite: 0 times that is NaN.
+    near = (-torch.expm1(value.where(small, torch.full_like(value, -1.0)))).log()
+    far = torch.log1p(-value.where(~small, torch.full_like(value, -1.0)).exp())
+    return torch.where(small, near, far)
+
+
+def at_targets(tokens: Sequences, values: Tensor, like: Tensor) -> Tensor:
+    """Return a column (B,) or (B, S) at the positions that predict a label, 0 elsewhere, in the dtype of `like`;
+    (B, S).
+    """
+    whole_BS = values[:, None].expand(tokens.mask.shape) if values.dim() == 1 else values
+    return torch.where(tokens.mask, whole_BS.to(like.dtype), 0.0)
+
+
+def sequence_log_probs(tokens: Tokens, values: Tensor | None = None) -> Tensor:
+    """Sum log-probabilities over each row, (B,): the model's, or a column (B, S); a column (B,) is taken as it is."""
+    own_BS = tokens.log_probs
+    if values is None:
+        return tokens.sequence_sum(own_BS)
+    if values.dim() == 1:
+        return torch.where(tokens.mask.any(1), values.to(own_BS.dtype), 0.0)
+    return tokens.sequence_sum(at_targets(tokens, values, own_BS))
+
+
+def lengths(tokens: Sequences) -> Tensor:
+    """Return the number of targets of each row, at least 1, int64, (B,)."""
+    return tokens.sequence_sum(tokens.mask).clamp(min=1)
+
+
+def pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows, of which 2i is chosen and 2i + 1 rejected, into chosen and rejected, each (P,)."""
+    chosen_P, rejected_P = values_B.unflatten(0, (-1, 2)).unbind(1)
+    return chosen_P, rejected_P
+
+
+def kept_pairs(tokens: Sequences) -> Tensor:
+    """Return which pairs have any target, bool, (P,)."""
+    chosen_P, rejected_P = pairs(tokens.mask.any(1))
+    return chosen_P | rejected_P
+
+
+def reward_sums(chosen_P: Tensor, rejected_P: Tensor, kept_P: Tensor) -> dict[str, Tensor]:
+    """Return sums over the kept pairs of rewards, margins and accuracies, under trl's names, without gradients."""
+    chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+    each = {
+        "rewards/chosen": chosen_P,
+        "rewards/rejected": rejected_P,
+        "rewards/margins": chosen_P - rejected_P,
+        "rewards/accuracies": (chosen_P > rejected_P).to(chosen_P.dtype),
+    }
+    return total(each, kept_P)
+
+
+def total(each: Mapping[str, Tensor], kept: Tensor) -> dict[str, Tensor]:
+    """Sum each value over what is kept, without gradients."""
+    return {name: value.detach().where(kept, 0.0).sum() for name, value in each.items()}
+
+
+def absent(ids_BSK: Tensor, kept_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids without those at masked positions, and which are left, bool; both (B, S, K)."""
+    ids_BSK = ids_BSK.where(kept_BS[..., None], IGNORED_LABEL)
+    return ids_BSK, ids_BSK != IGNORED_LABEL
+
+
+def with_rest(log_probs_BSK: Tensor) -> Tensor:
+    """Append the log-probability of all other entries, at least that of 1e-7; (B, S, K + 1)."""
+    known_BS1 = log_probs_BSK.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    return torch.cat([log_probs_BSK, log1mexp(known_BS1)], -1)
+
+
+def divergence(student_BSK: Tensor, teacher_BSK: Tensor, beta: float) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence of distributions given by their logarithms [nats], (B, S).
+
+    `beta` 0 is KL(teacher || student), 1 is KL(student || teacher).
+    """
+    if beta == 0:
+        return _kl(teacher_BSK, student_BSK)
+    if beta == 1:
+        return _kl(student_BSK, teacher_BSK)
+    mixture_BSK = torch.logaddexp(student_BSK + math.log1p(-beta), teacher_BSK + math.log(beta))
+    return beta * _kl(teacher_BSK, mixture_BSK) + (1 - beta) * _kl(student_BSK, mixture_BSK)
+
+
+def _kl(of_BSK: Tensor, to_BSK: Tensor) -> Tensor:
+    return (of_BSK.exp() * (of_BSK - to_BSK)).sum(-1)
+
+
+def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | None = None) -> Tensor:
+    """Return the candidates of token-level unlikelihood: tokens that precede a target, without the target itself.
+
+    Args:
+        input_ids: int64, (B, S).
+        count: the most different tokens to return, the latest ones.
+        position_ids: int64, (B, S) or (1, S), where documents share a row; candidates are from the same document.
+
+    Returns:
+        int64, (B, S, count), the latest first, padded with -100; only -100 at the last position.
+
+    Source: Welleck et al. 2020, arXiv:1908.04319, section 5.1, who take all of them.
+    """
+    places_S = torch.arange(input_ids.shape[1], device=input_ids.device)
+    begins_BS = torch.zeros_like(input_ids)
+    if position_ids is not None:
+        begins_BS[:, 1:] = (position_ids.diff(dim=1) <= 0).long()
+    documents_BS = begins_BS.cumsum(1)
+    found = []
+    for ids_S, document_S in zip(input_ids, documents_BS, strict=True):
+        # Each token once, at its latest place before the target.
+        same_SS = (ids_S[:, None] == ids_S) & (document_S[:, None] == document_S)
+        later_SS = same_SS & (places_S[:, None] < places_S)
+        next_S = torch.where(later_SS, places_S, len(places_S)).amin(1)
+        before_SS = (places_S <= places_S[:, None]) & (next_S > places_S[:, None])
+        before_SS &= document_S == document_S[:, None]
+        before_SS[:-1] &= ids_S != ids_S[1:, None]
+        before_SS[-1] = False
+        latest_SK = torch.where(before_SS, places_S, -1).topk(min(count, len(places_S)), dim=1).values
+        ids_SK = torch.where(latest_SK >= 0, ids_S[latest_SK.clamp(min=0)], IGNORED_LABEL)
+        found.append(F.pad(ids_SK, (0, count - ids_SK.shape[1]), value=IGNORED_LABEL))
+    return torch.stack(found)
+
+
+def documents_with_targets(batch: Mapping[str, Tensor]) -> int:
+    """Count the documents of a whole microbatch that have a target; rows are split by `position_ids`."""
+    sequences = Sequences(targets(batch["labels"]), batch.get("position_ids"))
+    return int((sequences.document_sum(sequences.mask) > 0).sum())
+
+
+def wide(values: Tensor) -> Tensor:
+    """Convert to float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+# -- losses of `dpo` of a pair: (chosen, rejected, beta, label_smoothing), the first two (P,); see `preference.DPO`
+
+PairLoss = Callable[[Tensor, Tensor, float, float], Tensor]
+
+
+def smoothed(margin_P: Tensor, label_smoothing: float) -> Tensor:
+    """Return the cross entropy of the margin's sigmoid with label smoothing."""
+    loss_P = -(1 - label_smoothing) * log_sigmoid(margin_P)
+    return loss_P - label_smoothing * log_sigmoid(-margin_P) if label_smoothing else loss_P
+
+
+def _robust(chosen_P: Tensor, rejected_P: Tensor, beta: float, wrong: float) -> Tensor:
+    margin_P = beta * (chosen_P - rejected_P)
+    return (-(1 - wrong) * log_sigmoid(margin_P) + wrong * log_sigmoid(-margin_P)) / (1 - 2 * wrong)
+
+
+def _exo(chosen_P: Tensor, rejected_P: Tensor, beta: float, wrong: float) -> Tensor:
+    margin_P = beta * (chosen_P - rejected_P)
+    right_P = margin_P.sigmoid() * (log_sigmoid(margin_P) - math.log1p(-wrong))
+    return right_P + (-margin_P).sigmoid() * (log_sigmoid(-margin_P) - math.log(wrong))
+
+
+def _nca(chosen_P: Tensor, rejected_P: Tensor, beta: float, wrong: float) -> Tensor:
+    chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
+    return -log_sigmoid(chosen_P) - 0.5 * log_sigmoid(-chosen_P) - 0.5 * log_sigmoid(-rejected_P)
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = MappingProxyType(
+    {
+        "sigmoid": lambda c, r, beta, wrong: smoothed(beta * (c - r), wrong),
+        "robust": _robust,
+        "hinge": lambda c, r, beta, wrong: (1 - beta * (c - r)).relu(),
+        "ipo": lambda c, r, beta, wrong: (c - r - 1 / (2 * beta)) ** 2,
+        "exo_pair": _exo,
+        "nca_pair": _nca,
+        "bco_pair": lambda c, r, beta, wrong: -log_sigmoid(beta * c) - log_sigmoid(-beta * r),
+        "sppo_hard": lambda c, r, beta, wrong: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
+        "apo_zero": lambda c, r, beta, wrong: 1 - (beta * c).sigmoid() + (beta * r).sigmoid(),
+        "apo_down": lambda c, r, beta, wrong: (beta * c).sigmoid() + 1 - (beta * (c - r)).sigmoid(),
+        "sigmoid_norm": lambda c, r, beta, wrong: -log_sigmoid(beta * (c - r)),
+    }
+)

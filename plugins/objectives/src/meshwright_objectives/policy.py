@@ -1,0 +1,215 @@
+"""Policy objectives over sampled tokens and their advantages: `grpo` and its variants, and `ppo`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from meshwright.objectives.base import Column, Columns, Fraction, NotNegative, Objective, Positive, Sums, predicted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.step.tokens import Tokens
+
+Normalize: TypeAlias = Literal["sequence", "tokens", "constant"]
+Correction: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+OLD = Column("old_log_probs", ("B S",))
+
+
+class GRPO(Objective):
+    """Clipped policy loss with given advantages. For the tokens t of a sequence, with log p of the trained model,
+    log p_old of the model that sampled, and advantages A_t,
+
+        ratio_t = exp(log p_t - log p_old,t), or with `importance: sequence` that of their mean over the sequence
+        loss_t  = -min(min(ratio_t, delta) A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
+                  + beta (exp(d_t) - d_t - 1) - entropy H_t, d_t = log p_reference,t - log p_t
+
+    `normalize`: `sequence`, the mean over a sequence's tokens, summed and divided by the number of sequences (GRPO);
+    `tokens`, the sum divided by the number of tokens (DAPO); `constant`, the sum divided by max_tokens and the number
+    of sequences (Dr. GRPO). With `packed`, the sequences are documents, which begin where `position_ids` do not rise.
+
+    `correction` is for rollouts of another engine: the first term is multiplied by exp(log p_old,t - log p_sampling,t),
+    or that of its sum over the sequence, clamped to [correction_min, correction_max] (truncate) or set to 0 outside of
+    it (mask). A NaN stands for an unknown probability.
+
+    Columns: `advantages`, (B,) or (B, S); `old_log_probs` (B, S), optional: without it those of this forward, which is
+    right for one update per rollout; `reference_log_probs` (B, S) where beta > 0; `sampling_log_probs` (B, S) with a
+    correction; `position_ids` where packed.
+    Sums: `clip_ratio/low_mean`, `clip_ratio/high_mean`, `clip_ratio/region_mean`, `kl` where beta > 0, `entropy` if it
+    takes part or `log_entropy`; divided by `num_tokens`, means over tokens (`tokens`) or over means of sequences.
+    Sources: Shao et al. 2024, arXiv:2402.03300; DAPO, Yu et al. 2025, arXiv:2503.14476; Dr. GRPO, Liu et al. 2025,
+    arXiv:2503.20783; GSPO, Zheng et al. 2025, arXiv:2507.18071; Schulman 2020, "Approximating KL divergence", k3.
+    In trl: GRPOTrainer with loss_type="grpo", "dapo" or "dr_grpo"; importance_sampling_level, epsilon, epsilon_high,
+    delta, beta, entropy_coef, vllm_importance_sampling_mode, ..._clip_min, ..._clip_max.
+    """
+
+    name: ClassVar[str] = "grpo"
+
+    clip_low: Fraction = Field(default=0.2, description="How far a ratio may fall below 1.")
+    clip_high: NotNegative = Field(default=0.2, description="How far it may rise above 1.")
+    delta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
+        default=None, description="Highest ratio where the advantage is negative; null: none."
+    )
+    beta: NotNegative = Field(default=0.0, description="Factor of the KL divergence from a reference.")
+    entropy: NotNegative = Field(default=0.0, description="Factor of the entropy, which is rewarded.")
+    importance: Literal["token", "sequence"] = Field(default="token", description="Of what the ratio is taken.")
+    normalize: Normalize = Field(default="sequence", description="What the sum is divided by.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="What a sequence's sum is divided by where constant."
+    )
+    packed: bool = Field(default=False, description="Sequences are documents of rows.")
+    correction: Correction | None = Field(default=None, description="For rollouts of another engine; null: none.")
+    correction_min: NotNegative | None = Field(default=None, description="Lowest correction; null: none.")
+    correction_max: Positive | None = Field(default=3.0, description="Highest one; null: none.")
+    log_entropy: bool = Field(default=False, description="Sum the entropy also where it does not take part.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> GRPO:
+        if (self.normalize == "constant") != (self.max_tokens is not None):
+            raise ValueError(
+                f"normalize={self.normalize!r} with max_tokens={self.max_tokens}: max_tokens is what "
+                f"normalize='constant' divides by, and nothing to the others. Set both, or neither"
+            )
+        if self.delta is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta={self.delta:g} is not above 1 + clip_high = {1 + self.clip_high:g}, so that it would clip "
+                f"first. Raise it"
+            )
+        low, high = self.correction_min, self.correction_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"correction_min={low:g} is above correction_max={high:g}. Lower it")
+        return self
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        found = [
+            Column("advantages", ("B S",) if self.packed else ("B", "B S")),
+            Column(OLD.name, OLD.shapes, needed=False),
+        ]
+        found += [Column("reference_log_probs", ("B S",))] if self.beta else []
+        found += [Column("sampling_log_probs", ("B S",))] if self.correction else []
+        return tuple(found)
+
+    def count(self, batch: Columns) -> int:
+        if self.normalize == "tokens":
+            return super().count(batch)
+        if not self.packed:
+            return int(predicted(batch).any(1).sum())
+        from .functions import documents_with_targets
+
+        return documents_with_targets(batch)
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        return _PolicyLoss(self, tokens, batch).result()
+
+
+class PPO(GRPO):
+    """`grpo` with a ratio per token, divided by the number of tokens, and `old_log_probs` required. Values are trained
+    by `value`, with another model or head.
+
+    Columns and sums: those of `grpo`.
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7, with its KL penalty and entropy bonus. In trl: the loss
+    of GRPOTrainer's loss_type="dapo"; once PPOTrainer, with cliprange = clip_low = clip_high.
+    """
+
+    name: ClassVar[str] = "ppo"
+
+    normalize: Normalize = Field(default="tokens", description="What the sum is divided by.")
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        return tuple(OLD if each.name == OLD.name else each for each in super().takes)
+
+
+class _PolicyLoss:
+    """The loss of one microbatch; every part is summed over each sequence.
+
+    A factor per sequence, such as a ratio by sequence, is applied to sums over sequences: -sum_t min(r A_t, c A_t)
+    equals -(min(r, c) sum_t A_t+ + max(r, c) sum_t A_t-), with the positive and negative advantages A+ and A-. So rows
+    and packed documents are treated alike.
+
+    Shapes: B rows of a microbatch, S positions of each, D sequences: rows, or the documents in them.
+    """
+
+    def __init__(self, options: GRPO, tokens: Tokens, batch: Columns) -> None:
+        self.options, self._tokens, self._batch = options, tokens, batch
+        self._log_probs_BS = tokens.log_probs
+        self._advantages_BS = self._column("advantages")
+
+    def result(self) -> tuple[Tensor, Sums]:
+        """Return the sum, scalar, and further sums."""
+        options, dtype = self.options, self._log_probs_BS.dtype
+        loss_D, (low, high) = self._surrogate()
+        clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
+        each_D = {f"clip_ratio/{name}": self._of_each(value.to(dtype)) for name, value in clipped.items()}
+        if options.beta:
+            difference_BS = self._column("reference_log_probs") - self._log_probs_BS
+            each_D["kl"] = self._sum(difference_BS.exp() - difference_BS - 1)
+            loss_D = loss_D + options.beta * each_D["kl"]
+        if options.entropy or options.log_entropy:
+            each_D["entropy"] = self._sum(self._tokens.entropy.where(self._tokens.mask, 0.0))
+            loss_D = loss_D - options.entropy * each_D["entropy"] if options.entropy else loss_D
+        means = options.normalize != "tokens"
+        sums = {name: (value / self._lengths_D if means else value).sum().detach() for name, value in each_D.items()}
+        divisor = {"tokens": 1, "sequence": self._lengths_D, "constant": options.max_tokens}[options.normalize]
+        return (loss_D / divisor).sum(), sums
+
+    def _surrogate(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The first term, (D,); and what is clipped below and above, bool, (B, S), or (D,) for ratios by sequence."""
+        options = self.options
+        old_BS = self._column("old_log_probs") if "old_log_probs" in self._batch else self._log_probs_BS.detach()
+        log_ratio_BS, token_weight_BS, weight_D = self._log_probs_BS - old_BS, None, None
+        if options.correction:
+            weight = self._correction(old_BS)
+            token_weight_BS, weight_D = (weight, None) if options.correction.startswith("token") else (None, weight)
+        advantages_BS = self._advantages_BS if token_weight_BS is None else self._advantages_BS * token_weight_BS
+        if options.importance == "token":
+            ratio = log_ratio_BS.exp()
+            once_BS, clipped_BS = self._clips(ratio)
+            surrogate_D = -self._sum((once_BS * advantages_BS).minimum(clipped_BS * advantages_BS))
+            gains, losses = self._advantages_BS > 0, self._advantages_BS < 0
+        else:
+            ratio = (self._sum(log_ratio_BS) / self._lengths_D).exp()
+            once_D, clipped_D = self._clips(ratio)
+            up_D, down_D = self._sum(advantages_BS.clamp(min=0)), self._sum(advantages_BS.clamp(max=0))
+            surrogate_D = -(once_D.minimum(clipped_D) * up_D + once_D.maximum(clipped_D) * down_D)
+            # The sign of the sequence's total advantage: its tokens usually share one.
+            mean_D = self._sum(self._advantages_BS)
+            gains, losses = mean_D > 0, mean_D < 0
+        surrogate_D = surrogate_D if weight_D is None else surrogate_D * weight_D
+        low, high = ratio < 1 - options.clip_low, ratio > 1 + options.clip_high
+        return surrogate_D, (low & losses, high & gains)
+
+    def _clips(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        options = self.options
+        once = ratio if options.delta is None else ratio.clamp(max=options.delta)
+        return once, ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+
+    def _correction(self, old_BS: Tensor) -> Tensor:
+        """Importance weights of another engine's rollouts: (B, S) by token, (D,) by sequence; no gradient."""
+        kind = self.options.correction or ""
+        difference = (old_BS - self._column("sampling_log_probs")).nan_to_num(nan=0.0).detach()
+        factor = (self._sum(difference) if kind.startswith("sequence") else difference).exp()
+        low, high = self.options.correction_min, self.options.correction_max
+        bounded = factor if low is None and high is None else factor.clamp(low, high)
+        return bounded if kind.endswith("truncate") else factor.where(bounded == factor, 0.0)
+
+    def _column(self, name: str) -> Tensor:
+        from .functions import at_targets
+
+        return at_targets(self._tokens, self._batch[name], self._log_probs_BS)
+
+    def _sum(self, values_BS: Tensor) -> Tensor:
+        return self._tokens.document_sum(values_BS) if self.options.packed else self._tokens.sequence_sum(values_BS)
+
+    def _of_each(self, values: Tensor) -> Tensor:
+        """Sum values by token, or by sequence, over each sequence's tokens, (D,)."""
+        return self._sum(values) if self.options.importance == "token" else values * self._lengths_D
+
+    @cached_property
+    def _lengths_D(self) -> Tensor:
+        """Targets of each sequence, at least 1."""
+        return self._sum(self._tokens.mask.to(self._log_probs_BS.dtype)).clamp(min=1)

@@ -1,0 +1,217 @@
+"""Preference objectives: pairs of a chosen and a rejected answer, or single answers that are desirable or not.
+
+A pair is two consecutive rows: 2i is chosen, 2i + 1 rejected. All labels but the answers' are masked.
+
+Shapes: B rows of a microbatch, S positions of each, P = B / 2 pairs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.objectives.base import Column, Columns, NotNegative, Positive, SequenceObjective, Sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.step.tokens import Tokens
+
+REFERENCE = Column("reference_log_probs", ("B", "B S"))
+BETA = "Factor of the log-ratios: how far the model may go from the reference."
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+PairLossName = Literal[
+    "sigmoid",
+    "robust",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "sigmoid_norm",
+]
+
+
+class DPO(SequenceObjective):
+    """Preference loss without a reward model, divided by the number of pairs. With w and l the sums over the chosen
+    and the rejected answer of log p - log p_reference, h = beta (w - l), s = sigmoid, and token counts n, `loss` is
+
+        sigmoid      -log s(h); with label_smoothing e, -(1 - e) log s(h) - e log s(-h) (cDPO)
+        robust       (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e), arXiv:2403.00409
+        hinge        max(0, 1 - h), arXiv:2309.06657
+        ipo          (w / n_w - l / n_l - 1 / (2 beta))^2, arXiv:2310.12036
+        exo_pair     KL((s(h), s(-h)) || (1 - e, e)), arXiv:2402.00856
+        nca_pair     -log s(beta w) - log s(-beta w) / 2 - log s(-beta l) / 2, arXiv:2402.05369
+        bco_pair     -log s(beta w) - log s(-beta l), arXiv:2404.04656
+        sppo_hard    (w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2, arXiv:2405.00675
+        apo_zero     1 - s(beta w) + s(beta l), arXiv:2408.06266
+        apo_down     s(beta w) + 1 - s(h), arXiv:2408.06266
+        sigmoid_norm -log s(beta (w / n_w - l / n_l))
+
+    plus rpo_alpha times the mean of -log p over the chosen answer's tokens. `reference_free`: log p_reference is 0.
+
+    Columns: `reference_log_probs`, (B, S) as `manager.token_stats` gives them, or (B,) summed over answers.
+    Sums: `rewards/chosen`, `rewards/rejected` (beta w, beta l), `rewards/margins`, `rewards/accuracies`,
+    `logps/chosen`, `logps/rejected`, and `nll` with rpo_alpha; over pairs.
+    Source: Rafailov et al. 2023, arXiv:2305.18290; rpo_alpha of Pang et al. 2024, arXiv:2404.19733. In trl: `loss_type`
+    of DPOTrainer; its "sft" is a mean over all chosen tokens of a microbatch.
+    """
+
+    name: ClassVar[str] = "dpo"
+    rows: ClassVar[int] = 2
+
+    loss: PairLossName = Field(default="sigmoid", description="What is made of a pair.")
+    beta: Positive = Field(default=0.1, description=BETA)
+    label_smoothing: Smoothing = Field(
+        default=0.0, description="How often a label is wrong; for sigmoid, robust and exo_pair."
+    )
+    reference_free: bool = Field(default=False, description="Compare with nothing; the column is not needed.")
+    rpo_alpha: NotNegative = Field(
+        default=0.0, description="Factor of the chosen answer's mean negative log-probability."
+    )
+
+    @model_validator(mode="after")
+    def _check_smoothing(self) -> DPO:
+        if self.label_smoothing and self.loss not in SMOOTHED:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing:g} means nothing to loss={self.loss!r}. Set it to 0, or loss "
+                f"to one of {', '.join(SMOOTHED)}"
+            )
+        if self.loss == "exo_pair" and not self.label_smoothing:
+            raise ValueError("loss='exo_pair' takes a logarithm of label_smoothing: set it above 0, such as 1e-3")
+        return self
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        return () if self.reference_free else (REFERENCE,)
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import PAIR_LOSSES, kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, total
+
+        own_B, kept_P = sequence_log_probs(tokens), kept_pairs(tokens)
+        ratio_B = own_B if self.reference_free else own_B - sequence_log_probs(tokens, batch[REFERENCE.name])
+        by_length = self.loss in ("ipo", "sigmoid_norm")
+        chosen_P, rejected_P = pairs(ratio_B / lengths(tokens) if by_length else ratio_B)
+        loss_P = PAIR_LOSSES[self.loss](chosen_P, rejected_P, self.beta, self.label_smoothing)
+        each = dict(zip(("logps/chosen", "logps/rejected"), pairs(own_B), strict=True))
+        if self.rpo_alpha:
+            each["nll"] = -pairs(own_B / lengths(tokens))[0]
+            loss_P = loss_P + self.rpo_alpha * each["nll"]
+        chosen_P, rejected_P = pairs(self.beta * ratio_B)
+        return loss_P.where(kept_P, 0.0).sum(), reward_sums(chosen_P, rejected_P, kept_P) | total(each, kept_P)
+
+
+class KTO(SequenceObjective):
+    """Loss of single answers, divided by their number. With w the sum over an answer of log p - log p_reference,
+
+        desirable_weight (1 - sigmoid(beta (w - kl))) where the answer is desirable,
+        undesirable_weight (1 - sigmoid(beta (kl - w))) where it is not;
+
+    `apo_zero_unpaired`: the same with kl = 0.
+
+    kl, at least 0, estimates how far the model is from the reference: the mean over the global batch of the sums of
+    log p - log p_reference over answers to other prompts. That is no sum over this batch's tokens, so it is a column,
+    computed before the step: see docs/objectives.md.
+
+    Columns: `reference_log_probs`, (B, S) or (B,); `desirable` (B,), bool; `reference_kl` (B,), for `kto`.
+    Sums: `rewards/chosen` and `logps/chosen` over desirable answers, `rewards/rejected` and `logps/rejected` over
+    others, and their numbers, `count/chosen` and `count/rejected`.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306; arXiv:2408.06266. In trl: KTOTrainer.
+    """
+
+    name: ClassVar[str] = "kto"
+
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(default="kto", description="Whether kl takes part.")
+    beta: Positive = Field(default=0.1, description=BETA)
+    desirable_weight: NotNegative = Field(default=1.0, description="Of wanted answers.")
+    undesirable_weight: NotNegative = Field(default=1.0, description="Of others.")
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        kl = (Column("reference_kl", ("B",)),) if self.loss == "kto" else ()
+        return REFERENCE, Column("desirable", ("B",), "bool"), *kl
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import sequence_log_probs, total
+
+        own_B, kept_B, wanted_B = sequence_log_probs(tokens), tokens.mask.any(1), batch["desirable"]
+        ratio_B = own_B - sequence_log_probs(tokens, batch[REFERENCE.name])
+        kl_B = batch["reference_kl"].to(own_B.dtype).clamp(min=0).where(kept_B, 0.0) if self.loss == "kto" else 0.0
+        good_B = wanted_B.to(own_B.dtype)
+        sign_B, weight_B = 2 * good_B - 1, good_B * self.desirable_weight + (1 - good_B) * self.undesirable_weight
+        loss_B = weight_B * (1 - (self.beta * sign_B * (ratio_B - kl_B)).sigmoid())
+        each = {"rewards": self.beta * ratio_B, "logps": own_B, "count": own_B.new_ones(own_B.shape)}
+        sums: Sums = {}
+        for side, kept in (("chosen", kept_B & wanted_B), ("rejected", kept_B & ~wanted_B)):
+            sums |= {f"{name}/{side}": value for name, value in total(each, kept).items()}
+        return loss_B.where(kept_B, 0.0).sum(), sums
+
+
+class ORPO(SequenceObjective):
+    """Preference loss in one stage, without a reference, divided by pairs. With a and b the mean log-probability of the
+    chosen and the rejected answer's tokens, and odds(x) = exp(x) / (1 - exp(x)),
+
+        -a - beta log sigmoid(log(odds(a) / odds(b)))
+
+    Sums: `rewards/...` of `dpo`, of beta a and beta b; `logps/chosen` and `logps/rejected` (a and b), `nll`,
+    `log_odds_ratio`, `log_odds_chosen`; over pairs.
+    Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7, where beta is lambda. In trl: ORPOTrainer
+    (experimental), whose first term is over prompt and answer, and a mean over all chosen tokens of a microbatch.
+    """
+
+    name: ClassVar[str] = "orpo"
+    rows: ClassVar[int] = 2
+
+    beta: NotNegative = Field(default=0.1, description="Factor of the odds ratio.")
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import kept_pairs, lengths, log1mexp, log_sigmoid, pairs, reward_sums, sequence_log_probs, total
+
+        own_B, kept_P = sequence_log_probs(tokens), kept_pairs(tokens)
+        # A row without targets has probability 1, whose odds are infinite.
+        mean_B = (own_B / lengths(tokens)).where(tokens.mask.any(1), -1.0)
+        chosen_P, rejected_P = pairs(mean_B)
+        odds_P = (chosen_P - rejected_P) - (log1mexp(chosen_P) - log1mexp(rejected_P))
+        ratio_P = log_sigmoid(odds_P)
+        each = {"logps/chosen": chosen_P, "logps/rejected": rejected_P, "nll": -chosen_P}
+        each |= {"log_odds_ratio": ratio_P, "log_odds_chosen": odds_P}
+        rewards = reward_sums(self.beta * chosen_P, self.beta * rejected_P, kept_P)
+        return (-chosen_P - self.beta * ratio_P).where(kept_P, 0.0).sum(), rewards | total(each, kept_P)
+
+
+class SimPO(SequenceObjective):
+    """Preference loss on mean log-probabilities, a of the chosen and b of the rejected answer, divided by pairs:
+
+        -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta (a - b) - gamma, e = label_smoothing
+
+    plus sft_weight times -a.
+
+    Sums: `rewards/...` of `dpo`, of beta a and beta b; `logps/chosen`, `logps/rejected` (a, b), and `nll`; over pairs.
+    Source: Meng et al. 2024, arXiv:2405.14734. In trl: CPOTrainer (experimental) with loss_type="simpo", `simpo_gamma`,
+    and `cpo_alpha` for sft_weight, which it takes as a mean over all chosen tokens of a microbatch.
+    """
+
+    name: ClassVar[str] = "simpo"
+    rows: ClassVar[int] = 2
+
+    beta: Positive = Field(default=2.0, description="Factor of the mean log-probabilities.")
+    gamma: NotNegative = Field(default=0.5, description="By how much the chosen one is to be better.")
+    label_smoothing: Smoothing = Field(default=0.0, description="How often a label is wrong.")
+    sft_weight: NotNegative = Field(default=0.0, description="Factor of the chosen answer's cross entropy.")
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, smoothed, total
+
+        kept_P = kept_pairs(tokens)
+        chosen_P, rejected_P = pairs(sequence_log_probs(tokens) / lengths(tokens))
+        loss_P = smoothed(self.beta * (chosen_P - rejected_P) - self.gamma, self.label_smoothing)
+        if self.sft_weight:
+            loss_P = loss_P - self.sft_weight * chosen_P
+        each = {"logps/chosen": chosen_P, "logps/rejected": rejected_P, "nll": -chosen_P}
+        rewards = reward_sums(self.beta * chosen_P, self.beta * rejected_P, kept_P)
+        return loss_P.where(kept_P, 0.0).sum(), rewards | total(each, kept_P)

@@ -1,0 +1,167 @@
+"""Objectives with a given target: cross entropy, distillation, unlikelihood.
+
+Shapes: B rows of a microbatch, S positions of each, K entries of a position.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.objectives.base import Column, Columns, Fraction, NotNegative, Objective, Positive, Sums, predicted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.step.tokens import Tokens
+
+
+class CrossEntropy(Objective):
+    """Cross entropy of the next token with label smoothing, z-loss and weights, divided by the number of targets.
+
+    For each target y with weight w, p = softmax(l) over V entries, and Z = sum(exp(l)):
+
+        w ((1 - label_smoothing) (-log p_y) + label_smoothing / V sum_v(-log p_v) + z_loss (log Z)^2)
+
+    Targets of weight 0 are not counted. Weights of 0 and 1 mask, with the mean of torch and Megatron; other weights
+    are relative to 1 and are not divided by their sum, which `last_sums["weights"]` has.
+
+    Columns: `weights` (B, S), optional.
+    Sums: `correct`, targets with no likelier token, and `entropy`, if named in `sums`; `weights` with the column.
+    Sources: `label_smoothing` of torch.nn.functional.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567); z-loss of
+    Chowdhery et al. 2022, arXiv:2204.02311, section 5. In trl: SFTTrainer, whose `mean_token_accuracy` is `correct`.
+    """
+
+    name: ClassVar[str] = "cross_entropy"
+
+    label_smoothing: Fraction = Field(default=0.0, description="Part of the target that all tokens share evenly.")
+    z_loss: NotNegative = Field(default=0.0, description="Factor of the squared logsumexp; 1e-4 in the paper.")
+    sums: list[Literal["correct", "entropy"]] = Field(
+        default=[], description="What else is summed; each costs a little."
+    )
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        return (Column("weights", ("B S",), needed=False),)
+
+    def count(self, batch: Columns) -> int:
+        counted = predicted(batch)
+        if "weights" in batch:
+            counted = counted & (batch["weights"][:, :-1] != 0)
+        return int(counted.sum())
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import at_targets, total
+
+        loss_BS = -tokens.log_probs
+        if self.label_smoothing:
+            even_BS = tokens.logsumexp - tokens.mean_logit
+            loss_BS = (1 - self.label_smoothing) * loss_BS + self.label_smoothing * even_BS
+        if self.z_loss:
+            loss_BS = loss_BS + self.z_loss * tokens.logsumexp**2
+        kept_BS, each = tokens.mask, {}
+        if "weights" in batch:
+            weights_BS = at_targets(tokens, batch["weights"], loss_BS)
+            loss_BS, kept_BS = loss_BS * weights_BS, kept_BS & (weights_BS != 0)
+            each["weights"] = weights_BS
+        if "correct" in self.sums:
+            each["correct"] = tokens.is_top1.to(loss_BS.dtype)
+        if "entropy" in self.sums:
+            each["entropy"] = tokens.entropy
+        return loss_BS.where(kept_BS, 0.0).sum(), total(each, kept_BS)
+
+
+class Unlikelihood(Objective):
+    """Cross entropy plus a penalty on the candidates C of each target y, divided by the number of targets:
+
+        -log p_y - alpha sum_{c in C} log(1 - p_c), 1 - p_c of at least 1e-5, as in the authors' code
+
+    Columns: `negatives` (B, S, K), int64, -100 for none; `meshwright.objectives.previous_tokens` makes the paper's.
+    Sums: `nll` and `unlikelihood`, the two terms without alpha.
+    Source: Welleck et al. 2020, arXiv:1908.04319, equation 4. trl has none.
+    """
+
+    name: ClassVar[str] = "unlikelihood"
+
+    alpha: NotNegative = Field(default=1.0, description="Factor of the second term.")
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        return (Column("negatives", ("B S K",), "int"),)
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import ABSENT, absent, total
+
+        nll_BS, kept_BS = -tokens.log_probs, tokens.mask
+        ids_BSK, valid_BSK = absent(batch["negatives"], kept_BS)
+        log_probs_BSK = tokens.log_probs_of(ids_BSK).where(valid_BSK, ABSENT)
+        unlikely_BS = -(-log_probs_BSK.expm1()).clamp(min=1e-5).log().sum(-1)
+        each = {"nll": nll_BS, "unlikelihood": unlikely_BS}
+        return (nll_BS + self.alpha * unlikely_BS).sum(), total(each, kept_BS)
+
+
+class Distill(Objective):
+    """Divergence of the student p from the top entries of a teacher q at each position, divided by targets:
+
+        weight D + (1 - weight) (-log p_y), y the label
+
+    D is the forward KL(q || p) for `beta` 0, the reverse KL(p || q) for 1, and between them the generalised
+    Jensen-Shannon divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p. The mass outside of
+    the teacher's entries is one more entry (`rest: entry`), or both are normalized (`rest: renormalize`).
+
+    A temperature divides all logits. It needs `rest: renormalize`, where the sum over other entries cancels. The
+    teacher's log-probabilities are those at temperature 1, and nothing is multiplied by its square.
+
+    Columns: `teacher_ids` (B, S, K), int64, -100 for fewer; `teacher_log_probs` (B, S, K).
+    Sums: `divergence`, and `nll` with a weight below 1.
+    Source: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649. In trl: `beta` of
+    DistillationTrainer and GKDTrainer; on the server's top-k, `rest: entry` is `loss_add_tail=True`.
+    """
+
+    name: ClassVar[str] = "distill"
+
+    beta: Fraction = Field(default=0.0, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
+    rest: Literal["entry", "renormalize"] = Field(
+        default="entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
+    )
+    temperature: Positive = Field(default=1.0, description="Of both; other than 1 with renormalize.")
+    weight: Fraction = Field(default=1.0, description="Of the divergence; 1 - weight is the cross entropy's.")
+
+    @model_validator(mode="after")
+    def _check_temperature(self) -> Distill:
+        if self.temperature != 1 and self.rest == "entry":
+            raise ValueError(
+                f"temperature={self.temperature:g} with rest='entry' would take a sum over the whole vocabulary. Set "
+                f"temperature=1, or rest='renormalize'"
+            )
+        return self
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        return Column("teacher_ids", ("B S K",), "int"), Column("teacher_log_probs", ("B S K",))
+
+    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import ABSENT, absent, divergence, total
+
+        kept_BS = tokens.mask
+        ids_BSK, valid_BSK = absent(batch["teacher_ids"], kept_BS)
+        student_BSK = tokens.log_probs_of(ids_BSK)
+        teacher_BSK = batch["teacher_log_probs"].to(student_BSK.dtype).clamp(min=ABSENT)
+        student_BSK, teacher_BSK = (
+            self._as_whole(each.where(valid_BSK, ABSENT)) for each in (student_BSK, teacher_BSK)
+        )
+        found_BS = divergence(student_BSK, teacher_BSK, self.beta).where(valid_BSK.any(-1), 0.0)
+        loss_BS, each = found_BS, {"divergence": found_BS}
+        if self.weight < 1:
+            each["nll"] = -tokens.log_probs
+            loss_BS = self.weight * found_BS + (1 - self.weight) * each["nll"]
+        return loss_BS.sum(), total(each, kept_BS)
+
+    def _as_whole(self, log_probs_BSK: Tensor) -> Tensor:
+        """Log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
+        from .functions import with_rest
+
+        if self.rest == "entry":
+            return with_rest(log_probs_BSK)
+        return (log_probs_BSK / self.temperature).log_softmax(-1)

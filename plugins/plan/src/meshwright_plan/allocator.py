@@ -1,0 +1,176 @@
+"""What torch's caching allocator reserves for the memory that a step holds.
+
+[Note: the allocator] With expandable segments each pool is one range of addresses that grows at its end, in granules of
+2 MiB for blocks of up to 1 MiB and of 20 MiB for larger ones; sizes are multiples of 512 B. A request takes the
+smallest free block that is large enough and splits it; the free block at the growing end is taken last. Free neighbours
+are merged, and nothing is returned to the device. Each stream has its own two pools.
+
+[Note: fixed segments] Without expandable segments a request that no free block can hold takes a segment of its own:
+2 MiB for up to 1 MiB, 20 MiB for less than 10 MiB, else its size in multiples of 2 MiB. Free blocks are merged within
+a segment only, and a large block is split only if more than 1 MiB is left. What torch returns before it runs out of
+memory is left out.
+
+[Note: streams of sharded data parallelism] FSDP gathers into memory of one stream and reduces into memory of another,
+where gradients stay; all else belongs to the computing stream. A trace runs on no streams: the operators that touch a
+block first tell its stream.
+
+Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (`get_pool`, `get_free_block`, `should_split`,
+`try_allocate_expandable_block`, `free_block`); for streams torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping
+
+from meshwright.base.processes import uses_expandable_segments
+
+from .trace import Operation, Trace
+
+ROUND_TO = 512
+SMALL = 1 << 20
+SMALL_GRANULE, LARGE_GRANULE = 2 << 20, 20 << 20
+COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
+
+
+class _Pool:
+    """Held and free blocks of one pool: `mapped` bytes of the device, and (start, bytes) of each `live` block."""
+
+    def __init__(self, *, is_small: bool, is_expandable: bool) -> None:
+        self.mapped = 0
+        self.live: dict[int, tuple[int, int]] = {}
+        self._is_small, self._is_expandable = is_small, is_expandable
+        self._least_left = 0 if is_small or is_expandable else SMALL
+        self._next = 0
+        # Free blocks by size, and by both of their ends.
+        self._sizes: list[tuple[int, int]] = []
+        self._starts: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+
+    def take(self, block: int, size: int) -> None:
+        """Hold `size` bytes, or all of a free block that is not worth splitting."""
+        place = bisect.bisect_left(self._sizes, (size, -1))
+        at_end = self._ends.get(self.mapped) if self._is_expandable else None
+        if place + 1 < len(self._sizes) and self._sizes[place][1] == at_end:
+            place += 1
+        if place < len(self._sizes):
+            free, start = self._sizes[place]
+            self._forget(start, free)
+        else:
+            start, free = self._grown(size) if self._is_expandable else self._segment(size)
+        if free - size > self._least_left:
+            self._note(start + size, free - size)
+            free = size
+        self.live[block] = (start, free)
+
+    def free(self, block: int) -> None:
+        """Free a block and merge it with its free neighbours."""
+        start, size = self.live.pop(block)
+        before, behind = self._ends.get(start), self._starts.get(start + size)
+        if behind is not None:
+            self._forget(start + size, behind)
+            size += behind
+        if before is not None:
+            self._forget(before, start - before)
+            start, size = before, size + start - before
+        self._note(start, size)
+
+    def _grown(self, size: int) -> tuple[int, int]:
+        """Map new memory behind the free block at the end, and return both as one free block."""
+        granule = SMALL_GRANULE if self._is_small else LARGE_GRANULE
+        start = self._ends.get(self.mapped, self.mapped)
+        free = self.mapped - start
+        if free:
+            self._forget(start, free)
+        missing = -(-(size - free) // granule) * granule
+        self.mapped += missing
+        return start, free + missing
+
+    def _segment(self, size: int) -> tuple[int, int]:
+        """Map a segment; see [Note: fixed segments]."""
+        multiple = -(-size // SMALL_GRANULE) * SMALL_GRANULE
+        free = SMALL_GRANULE if self._is_small else LARGE_GRANULE if size < LARGE_GRANULE // 2 else multiple
+        self.mapped += free
+        start = self._next
+        # With a gap of one byte, blocks of two segments are no neighbours.
+        self._next += free + 1
+        return start, free
+
+    def _note(self, start: int, size: int) -> None:
+        bisect.insort(self._sizes, (size, start))
+        self._starts[start] = size
+        self._ends[start + size] = start
+
+    def _forget(self, start: int, size: int) -> None:
+        del self._sizes[bisect.bisect_left(self._sizes, (size, start))]
+        del self._starts[start], self._ends[start + size]
+
+
+class Allocator:
+    """The pools of all streams; by default with segments as in runs that are started from this environment."""
+
+    def __init__(self, *, expandable: bool | None = None) -> None:
+        self._is_expandable = uses_expandable_segments() if expandable is None else expandable
+        self._segments: dict[tuple[str, bool], _Pool] = {}
+        self._of: dict[int, _Pool] = {}
+        self.allocated = 0
+
+    @property
+    def reserved(self) -> int:
+        """Bytes taken from the device."""
+        return sum(each.mapped for each in self._segments.values())
+
+    def change(self, block: int, change: int, stream: str = COMPUTE) -> None:
+        """Allocate a block (`change` > 0), or free it; a block that is resized is freed first."""
+        if change > 0:
+            size = -(-change // ROUND_TO) * ROUND_TO
+            is_small = size <= SMALL
+            if (stream, is_small) not in self._segments:
+                self._segments[stream, is_small] = _Pool(is_small=is_small, is_expandable=self._is_expandable)
+            self._of[block] = self._segments[stream, is_small]
+            self._of[block].take(block, size)
+            self.allocated += self._of[block].live[block][1]
+        elif change < 0:
+            segment = self._of.pop(block)
+            self.allocated -= segment.live[block][1]
+            segment.free(block)
+
+
+def reserved(found: Trace, *, workspace: int = 0) -> int:
+    """Return the bytes that the allocator has reserved after a step; `workspace` bytes are held throughout."""
+    return replay(found.log, streams(found.operations), workspace=workspace).reserved
+
+
+def replay(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, workspace: int = 0) -> Allocator:
+    """Return an allocator after all changes of a log; blocks not in `streams` are of the computing stream."""
+    allocator = Allocator()
+    allocator.change(-1, workspace)
+    sizes: dict[int, int] = {}
+    for block, change in log:
+        held = sizes.get(block, 0)
+        if held:
+            allocator.change(block, -held)
+        sizes[block] = held + change
+        if sizes[block]:
+            allocator.change(block, sizes[block], streams.get(block, COMPUTE))
+    return allocator
+
+
+def streams(operations: Iterable[Operation]) -> dict[int, str]:
+    """Return the streams of blocks of other streams; see [Note: streams of sharded data parallelism]."""
+    found: dict[int, str] = {}
+    seen: set[int] = set()
+    is_reducing = False
+    for each in operations:
+        if each.name.startswith("aten.empty"):
+            continue
+        written = [block for block, _ in each.writes if block not in seen]
+        is_reducing = is_reducing and all(found.get(block) == REDUCE for block, _ in each.reads)
+        if each.name.startswith("fsdp.all_gather_copy_in"):
+            found |= dict.fromkeys(written, GATHER)
+        elif each.name.startswith("c10d._reduce_scatter_base") or is_reducing:
+            # What is only reducing is a cast to the dtype of the parameters.
+            found |= dict.fromkeys(written, REDUCE)
+            is_reducing = True
+        seen |= {block for block, _ in (*each.reads, *each.writes)}
+    return found

@@ -1,0 +1,140 @@
+"""Latencies and rates of links from how long collectives took: least squares over the model of `links`.
+
+What is minimized is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one of
+a gigabyte. Numbers are sought as logarithms, since all are positive, by Levenberg and Marquardt's method (Marquardt
+1963, SIAM J. Appl. Math. 11). Whether a collective takes a ring or a tree follows from the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.base.errors import MeshError
+
+from .. import links
+from ..device import Link, Node
+
+ROUNDS = 200
+_STEP = 1e-6
+"""Step of a logarithm to see what depends on it."""
+_FAR, _FACTORS = 1e3, 20.0
+"""Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
+_TREES = ("all_reduce", "broadcast")
+_OF_LINK = ("rate", "ring_s", "tree_s")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured collective; `seconds` count from when all `ranks` (two for a message) had come to it."""
+
+    kind: str
+    bytes: int
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def fit(samples: Sequence[Sample], node: Node) -> Node:
+    """Return a node whose links give the measured times as nearly as possible.
+
+    Args:
+        node: gives what is not measured: links between nodes if all samples are of one, and latencies of trees if no
+            sample may take one. Its `bandwidth` stays, too, as long as no more was reached.
+
+    Raises:
+        MeshError: there are no samples of more than one rank, or one took no time.
+    """
+    known = [each for each in samples if len(each.ranks) > 1]
+    if not known or any(each.seconds <= 0 for each in known):
+        raise MeshError(
+            f"links cannot be fitted to {len(known)} samples of more than one rank, "
+            f"{sum(each.seconds <= 0 for each in known)} of which took no time. Measure on 2 ranks or more."
+        )
+    names = _free(known, node)
+    wanted = torch.tensor([each.seconds for each in known], dtype=torch.float64).log()
+
+    def off(logs: Tensor) -> Tensor:
+        made = _node(node, names, logs.exp().tolist())
+        told = [links.seconds(each.kind, each.bytes, each.ranks, made) for each in known]
+        return torch.tensor(told, dtype=torch.float64).log() - wanted
+
+    start = torch.tensor([_begin(name, known, node) for name in names], dtype=torch.float64).log()
+    far = torch.tensor([_FACTORS if name.startswith("factors.") else _FAR for name in names]).double().log()
+    found = _least_squares(off, start, far)
+    return _node(node, names, found.exp().tolist())
+
+
+def deviation(samples: Sequence[Sample], node: Node) -> float:
+    """Return the median over samples of how far a node's links are off, as a part of what was measured."""
+    parts = [abs(links.seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples]
+    return sorted(parts)[len(parts) // 2]
+
+
+def _free(samples: Sequence[Sample], node: Node) -> list[str]:
+    """Return the names of the numbers that samples determine: of links, of beginnings, and factors of kinds."""
+    kinds = {"send" if each.kind in links.MESSAGES else each.kind for each in samples}
+    levels = [_level(each, node) for each in samples]
+    has_trees = any(kind in _TREES for kind in kinds)
+    names = []
+    for level in ("inside", "between"):
+        if level in levels:
+            names += [f"{level}.{name}" for name in _OF_LINK if name != "tree_s" or has_trees]
+    names += ["ring_begin_s"] if kinds - {"send"} else []
+    names += ["tree_begin_s"] if has_trees else []
+    # The rate is that of one kind; each other, messages included, has a factor.
+    base = "all_gather" if "all_gather" in kinds else min(kinds)
+    return names + [f"factors.{kind}" for kind in sorted(kinds - {base})]
+
+
+def _begin(name: str, samples: Sequence[Sample], node: Node) -> float:
+    owner, _, last = name.rpartition(".")
+    if owner == "factors":
+        return node.factors.get(last, 1.0)
+    here = [each for each in samples if owner in ("", _level(each, node))]
+    if last == "rate":
+        return max(each.bytes / each.seconds for each in here)
+    return min(each.seconds for each in here) / 4
+
+
+def _node(node: Node, names: Sequence[str], values: Sequence[float]) -> Node:
+    given = dict(zip(names, values, strict=True))
+    changes: dict[str, object] = {}
+    for level in ("inside", "between"):
+        link: Link = getattr(node, level)
+        rate = given.get(f"{level}.rate", link.rate)
+        bandwidth = max(rate, link.bandwidth)
+        told = {name: given.get(f"{level}.{name}", getattr(link, name)) for name in ("ring_s", "tree_s")}
+        changes[level] = Link.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **told)
+    changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_begin_s", "tree_begin_s")}
+    found = {name.removeprefix("factors."): given[name] for name in names if name.startswith("factors.")}
+    return node.model_copy(update={**changes, "factors": {**node.factors, **found}})
+
+
+def _level(sample: Sample, node: Node) -> str:
+    return "inside" if len({rank // node.ranks for rank in sample.ranks}) == 1 else "between"
+
+
+def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor, far: Tensor) -> Tensor:
+    """Return the argument that minimizes the sum of squares of `off`, no further than `far` from `start`."""
+    now, residual, damping = start, off(start), 1e-2
+    for _ in range(ROUNDS):
+        columns = [(off(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
+        slope = torch.stack(columns, dim=1)
+        square = slope.T @ slope
+        # What nothing depends on stays where it is.
+        scale = torch.diag(square.diagonal().clamp(min=1e-9))
+        step = torch.linalg.solve(square + damping * scale, -slope.T @ residual).clamp(-2, 2)
+        step = (now + step).clamp(start - far, start + far) - now
+        tried = off(now + step)
+        if tried.square().sum() < residual.square().sum():
+            now, residual, damping = now + step, tried, max(damping / 5, 1e-12)
+            if float(step.abs().max()) < 1e-13:
+                break
+        elif damping > 1e12:
+            break
+        else:
+            damping *= 4
+    return now

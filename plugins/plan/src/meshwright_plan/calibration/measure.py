@@ -1,0 +1,348 @@
+"""How fast a device computes and how long collectives take, while all ranks do the same.
+
+All times are those of the slowest rank, in the best of many short windows: other programs that use the machine now and
+then are left out, and peers, which compute all the time, are not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.mesh.world import World, same_timeout
+from meshwright.tensors.ops import all_gather_single, moments_of, reduce_scatter_single
+from meshwright.tracing.observe import Meter, Observer
+
+from ..kernels import VIEW_COST, is_kernel
+from ..trace import Operation, touched
+from .fit import Sample
+
+CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
+"""Smallest sizes of products."""
+PATIENCE_S = 0.5
+"""What takes longer is not measured, nor is the same in larger."""
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        window_s, windows: work is repeated for that long, and the best of so many windows counts.
+        passes: over all that is measured, some time apart.
+        classes, widest: smallest sizes of products; the others are four times as large, up to `widest`.
+        length: tokens of an attention.
+        stream_bytes, streams: of a tensor that is streamed, and how many take turns.
+        messages: bytes of collectives.
+    """
+
+    window_s: float = 0.025
+    windows: int = 12
+    passes: int = 3
+    classes: tuple[int, ...] = CLASSES
+    widest: int = 16384
+    length: int = 4096
+    stream_bytes: int = 1 << 28
+    streams: int = 4
+    messages: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))
+
+    @classmethod
+    def of(cls, device: torch.device) -> Effort:
+        """Return what takes some minutes.
+
+        A CPU's memory is streamed by tensors such as a step has: each page of larger ones is made anew, and smaller
+        ones stay in a core's own cache.
+        """
+        if device.type != "cpu":
+            return cls()
+        messages = tuple(1 << power for power in range(10, 27, 2))
+        return cls(widest=4096, length=1024, stream_bytes=1 << 22, streams=12, messages=messages)
+
+
+class Clock:
+    """Times work that all ranks do together."""
+
+    def __init__(self, world: World, effort: Effort) -> None:
+        self._world, self._effort = world, effort
+
+    def seconds(self, work: Callable[[], object]) -> float | None:
+        """Return the time of one call, None if it exceeds `PATIENCE_S`. Collective; `work` may be one, too."""
+        work()
+        once = self._window(work, 1)
+        if once > PATIENCE_S:
+            return None
+        count = max(1, round(self._effort.window_s / once))
+        windows = max(2, round(self._effort.windows * min(1.0, self._effort.window_s / once)))
+        return min(self._window(work, count) for _ in range(windows)) / count
+
+    def _window(self, work: Callable[[], object], count: int) -> float:
+        """Return the time in which the slowest rank calls it so many times."""
+        self.wait()
+        self._world.exchange([0], [])
+        begin = time.perf_counter()
+        for _ in range(count):
+            work()
+        self.wait()
+        return self.slowest(time.perf_counter() - begin)
+
+    def slowest(self, seconds: float) -> float:
+        """Return the most that a rank has measured, on all ranks."""
+        return max(1, self._world.exchange([], [round(seconds * 1e9)])[1][0]) / 1e9
+
+    def wait(self) -> None:
+        """Wait until the device has done its work."""
+        if self._world.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def products(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> dict[int, float]:
+    """Return the operations a second of matrix products by class, as far as `PATIENCE_S` allows.
+
+    Each class is what a linear layer does: its forward, the gradient of its input and that of its weight, each with
+    another size as the smallest; with all sizes alike, and with the others four times as large.
+    """
+    found: dict[int, float] = {}
+    for size in effort.classes:
+        paces = []
+        for wide in sorted({size, min(4 * size, max(effort.widest, size))}):
+            for work in _linear(size, wide, dtype, device):
+                seconds = clock.seconds(work)
+                if seconds is None:
+                    return found
+                paces.append(seconds / (2 * size * wide * wide))
+        found[size] = len(paces) / sum(paces)
+    return found
+
+
+def _linear(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
+    def filled(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    tokens_in, weight = filled(wide, size), filled(wide, size)
+    yield lambda: tokens_in @ weight.T
+    grad, weight_in = filled(size, wide), filled(wide, wide)
+    yield lambda: grad @ weight_in
+    grad_out, tokens = filled(wide, size), filled(wide, wide)
+    yield lambda: grad_out.T @ tokens
+
+
+def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Return the operations a second of causal attention, forward and backward; see its note in `kernels`."""
+    heads, width = 8, 64 if device.type == "cpu" else 128
+    shape = (1, heads, effort.length, width)
+    inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+    flops = 2 * heads * effort.length * effort.length * 2 * width / 2
+
+    def attended() -> Tensor:
+        return F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
+
+    made = attended()
+    grad = torch.randn_like(made)
+    forward = clock.seconds(attended)
+    backward = clock.seconds(lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True))
+    return flops / (forward or 1.0), 2.5 * flops / (backward or 1.0)
+
+
+_STREAMS: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+    "copy": (2, lambda a, b, c: a.copy_(b)),
+    "add": (3, lambda a, b, c: a + b),
+    "mul": (3, lambda a, b, c: a * b),
+    "silu": (2, lambda a, b, c: F.silu(a)),
+    "softmax": (2, lambda a, b, c: torch.softmax(a, -1)),
+    "mean of squares": (3, lambda a, b, c: a.pow(2).mean(-1, keepdim=True)),
+    "cat": (4, lambda a, b, c: torch.cat([a, b], -1)),
+    "lerp in place": (3, lambda a, b, c: a.lerp_(b, 1e-3)),
+    "addcmul in place": (4, lambda a, b, c: a.addcmul_(b, c, value=1e-3)),
+    "sqrt": (2, lambda a, b, c: a.sqrt()),
+}
+"""Operators of blocks and of optimizers without products, and how many tensors they read and write: some make new
+tensors, some change theirs, some compute more than a sum."""
+
+
+def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, float]:
+    """Return the bytes a second that the operators of `_STREAMS` read and write."""
+    columns = 1024
+    shape = (max(1, effort.stream_bytes // 4 // columns), columns)
+    tensors = [torch.rand(shape, device=device) for _ in range(max(3, effort.streams))]
+    size = tensors[0].numel() * 4
+    turn = 0
+
+    def others() -> list[Tensor]:
+        nonlocal turn
+        turn += 1
+        return [tensors[(turn * 3 + place) % len(tensors)] for place in range(3)]
+
+    found = {}
+    for name, (passes, work) in _STREAMS.items():
+        seconds = clock.seconds(lambda work=work: work(*others()))  # type: ignore[misc]
+        found[name] = passes * size / (seconds or 1.0)
+    return found
+
+
+def least_kernel(clock: Clock, device: torch.device) -> float:
+    """Return the seconds of the least of kernels, which changes a few elements.
+
+    An accelerator gets them behind something long, so that it never waits for the host.
+    """
+    few = torch.zeros(8, device=device)
+    moment = moments_of(device)
+    if moment is None:
+        return clock.seconds(lambda: few.neg_()) or 1e-9
+    many, best = 200, float("inf")
+    wide = torch.randn(8192, 8192, device=device)
+    for _ in range(5):
+        for _ in range(4):
+            wide @ wide
+        begin = moment()
+        for _ in range(many):
+            few.neg_()
+        end = moment()
+        clock.wait()
+        best = min(best, begin.elapsed_time(end) / 1e3 / many)
+    return clock.slowest(best)
+
+
+class _Block(nn.Module):
+    """What a transformer does for a token, at a size that takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        halves = torch.cat((-normed[..., 4:], normed[..., :4]), dim=-1)
+        turned = halves.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)
+        out: Tensor = hidden + self.down(F.silu(self.gate(turned)) * self.up(turned))
+        return out
+
+
+class _Counts(Observer):
+    """Numbers of operators that are kernels, and that are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+        self.kernels, self.views = 0, 0
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        self.meter.observe(operation, args, kwargs, result)
+        reads, writes = touched(self.meter, operation, args, kwargs, result)
+        is_one = is_kernel(Operation(str(operation), 0, 0, (), None, None, reads, writes))
+        self.kernels += is_one
+        self.views += not is_one
+
+
+def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
+    """Return the seconds in which the host issues one operator of a model, forward or backward.
+
+    Args:
+        kernel_s: what it takes besides, if the device is the host.
+    """
+    block = nn.Sequential(*(_Block() for _ in range(4))).to(device)
+    hidden = torch.randn(4, 8, device=device, requires_grad=True)
+
+    def step() -> None:
+        block(hidden).sum().backward()
+
+    step()
+    counts = _Counts()
+    with counts:
+        step()
+    best = float("inf")
+    for _ in range(20):
+        clock.wait()
+        begin = time.perf_counter()
+        step()
+        best = min(best, time.perf_counter() - begin)
+    computing = counts.kernels * kernel_s if device.type == "cpu" else 0.0
+    return clock.slowest(max(best - computing, best / 10) / (counts.kernels + VIEW_COST * counts.views))
+
+
+def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
+    """Return the part of its speed at which the device computes while a collective of all ranks runs.
+
+    Computing that takes about twice as long as some all-reduces begins with them, and ends later by what they take.
+    """
+    message = torch.zeros(max(effort.messages) // 8 // 4, device=device)
+    width = 512 if device.type == "cpu" else 4096
+    square = torch.randn(width, width, device=device)
+
+    def carry(products: int = 0) -> None:
+        works = [dist.all_reduce(message, async_op=True) for _ in range(4)]
+        for _ in range(products):
+            square @ square
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    carried = clock.seconds(carry) or 1.0
+    product = clock.seconds(lambda: square @ square) or 1.0
+    count = max(1, round(2 * carried / product))
+    together = clock.seconds(lambda: carry(count)) or 1.0
+    return min(1.0, max(0.0, 1 - (together - count * product) / carried))
+
+
+# -- collectives
+
+
+def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> list[Sample]:
+    """Measure collectives of all ranks, of those of each node, of one rank of each node, and of pairs. Collective.
+
+    Groups that share no rank are measured at the same time, as in a step. Ranks fill nodes in their order.
+    """
+    sizes = {world.size, ranks_of_node, 2} if world.size % 2 == 0 else {world.size, ranks_of_node}
+    meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
+    if 1 < ranks_of_node < world.size:
+        meshes.append((world.size // ranks_of_node, True))
+    found: list[Sample] = []
+    for size, is_across in meshes:
+        # Groups are neighbours, or the ranks with the same place in each node.
+        others = world.size // size
+        with same_timeout():
+            mesh = init_device_mesh(world.device.type, (size, others) if is_across else (others, size))
+        group = mesh.get_group(0 if is_across else 1)
+        members = tuple(dist.get_process_group_ranks(group))
+        for kind in KINDS:
+            # Messages go from the first of a pair to the second; a larger group would add nothing.
+            if kind != "send" or len(members) == 2:
+                found += _of_kind(kind, group, members, world, clock, effort)
+    return found
+
+
+def _of_kind(
+    kind: str, group: dist.ProcessGroup, members: tuple[int, ...], world: World, clock: Clock, effort: Effort
+) -> Iterator[Sample]:
+    """Measure all sizes, as far as `PATIENCE_S` allows."""
+    for size in effort.messages:
+        count = -(-size // (4 * len(members))) * len(members)
+        whole, other = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
+        part = torch.zeros(count // len(members), device=world.device)
+        seconds = clock.seconds(_work(kind, group, whole, other, part))
+        if seconds is None:
+            return
+        yield Sample(kind, 4 * count, members, seconds)
+
+
+def _work(kind: str, group: dist.ProcessGroup, whole: Tensor, other: Tensor, part: Tensor) -> Callable[[], object]:
+    works: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+        "send": lambda: dist.send(whole, group=group, group_dst=1),
+    }
+    if kind == "send" and dist.get_rank(group) > 0:
+        return lambda: dist.recv(whole, group=group, group_src=0)
+    return works[kind]

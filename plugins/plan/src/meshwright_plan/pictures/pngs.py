@@ -1,0 +1,226 @@
+"""Pictures of a plan as PNG files: the still ones as on its page, and the whole step of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import ConfigError
+
+from ..allocator import COMPUTE
+from ..report import size_text
+from . import drawings
+from .marks import COLOURS, Dot, Line, Picture, Rect, Text
+from .series import LINKS, PHASES, Lane
+from .shown import LINK_NAMES, Shown, busiest, traffic
+
+PICTURES = ("memory", "timeline", "mesh", "traffic", "layouts")
+GIB = 2**30
+TINY = 1e-3
+"""Streams that work a smaller part of the step are left out."""
+_LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+_HALO = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
+_EDGE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "fontsize": 8.5}
+"""How lines are named at their right ends."""
+
+
+def write_pngs(directory: Path, subject: Shown, which: Collection[str] = PICTURES) -> list[Path]:
+    """Write the pictures `which` that there is something to draw of, each into a file; return the files.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    draw = {
+        "memory": lambda: _memory(subject),
+        "timeline": lambda: _timeline(subject),
+        "mesh": lambda: _painted(drawings.mesh(subject), subject),
+        "traffic": lambda: _painted(drawings.links(busiest(traffic(subject))), subject),
+        "layouts": lambda: _painted(drawings.layouts(subject), subject),
+    }
+    missing = {name for name, there in (("traffic", traffic(subject)), ("layouts", subject.layouts)) if not there}
+    paths = []
+    for name in (each for each in PICTURES if each in which and each not in missing):
+        figure, path = draw[name](), directory / f"{name}.png"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=120)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
+        paths.append(path)
+    return paths
+
+
+def _figure(width: float, height: float, **options: Any) -> Any:
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _painted(picture: Picture, subject: Shown) -> Any:
+    """Paint a picture at 96 pixels an inch, below its title."""
+    from matplotlib.patches import Circle, FancyBboxPatch
+    from matplotlib.patheffects import withStroke
+
+    head, margin, width = 48, 12, max(700.0, picture.width)
+    figure = _figure((width + 2 * margin) / 96, (picture.height + head + margin) / 96)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(-margin, width + margin), ylim=(picture.height + margin, -head))
+    axes.set_axis_off()
+    title = ", ".join(filter(None, [subject.title, subject.device.name, "planned"]))
+    marks = [Text(0, -28, picture.title, size=15), Text(0, -10, title, "quiet"), *picture.marks]
+    for order, mark in enumerate(marks):
+        if isinstance(mark, Text):
+            style = {"ha": {"start": "left", "middle": "center", "end": "right"}[mark.anchor], "rotation": -mark.turn}
+            style |= {"rotation_mode": "anchor", "parse_math": False}
+            words = axes.text(mark.x, mark.y, mark.words, fontsize=0.75 * mark.size, color=_LIGHT[mark.colour], **style)
+            words.set(zorder=order, weight="bold" if mark.is_bold else "normal")
+            words.set_path_effects([withStroke(linewidth=3, foreground="white")] if mark.has_halo else [])
+            continue
+        line: dict[str, Any] = {
+            "linewidth": 0.75 * mark.style.width,
+            "linestyle": (0, mark.style.dash) if mark.style.dash else "-",
+        }
+        fill, edge = (_LIGHT.get(name, "none") for name in (mark.style.fill, mark.style.stroke))
+        face = (fill, mark.style.opacity) if fill != "none" else fill
+        if isinstance(mark, Rect):
+            box = f"round,pad=0,rounding_size={min(mark.radius, mark.width / 2)}" if mark.radius else "square,pad=0"
+            place = (mark.x, mark.y), mark.width, mark.height
+            axes.add_patch(FancyBboxPatch(*place, boxstyle=box, fc=face, ec=edge, zorder=order, **line))
+        elif isinstance(mark, Line):
+            xs, ys = [x for x, _ in mark.points], [y for _, y in mark.points]
+            axes.plot(xs, ys, color=edge, zorder=order, **line)
+        elif mark.is_cross:
+            _cross(axes, mark, edge, order)
+        else:
+            axes.add_patch(Circle((mark.x, mark.y), mark.radius, fc=face, ec=edge, zorder=order, **line))
+    return figure
+
+
+def _cross(axes: Any, mark: Dot, colour: str, order: int) -> None:
+    x, y, r = mark.x, mark.y, mark.radius
+    for slope in (-1, 1):
+        axes.plot([x - r, x + r], [y - slope * r, y + slope * r], color=colour, linewidth=1.2, zorder=order)
+
+
+# -- the step
+
+
+def _charted(width: float, height: float) -> tuple[Any, Any]:
+    figure = _figure(width, height, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _titled(axes: Any, subject: Shown, what: str, pad: float = 6) -> None:
+    of = f" ({subject.depth})" if subject.depth else ""
+    axes.set_title(f"{what}{of}\n{subject.title}, {subject.device.name}; planned", loc="left", fontsize=10, pad=pad)
+
+
+def _signs(figure: Any, signs: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=_LIGHT[colour], label=name) for name, colour in signs.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=8.5, frameon=False)
+
+
+def _scale(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 2 else (1e-3, "ms")
+
+
+def _memory(subject: Shown) -> Any:
+    """Draw the rank that reserves the most."""
+    place = max(range(len(subject.memories)), key=subject.reserved.__getitem__)
+    found, line, taken = subject.memories[place], subject.lines[place], subject.reserved[place]
+    one, unit = _scale(line.seconds)
+    figure, axes = _charted(10.5, 5)
+    times = [each / one for each in (*found.seconds, line.seconds)]
+    series = [[size / GIB for size in (*sizes, sizes[-1])] for sizes in found.owners.values()]
+    signs = {owner: f"owner-{owner}" for owner in found.owners}
+    axes.stackplot(times, series, colors=[_LIGHT[each] for each in signs.values()], step="post", linewidth=0)
+    peak, at = found.totals[found.peak], found.seconds[found.peak] / one
+    dark, limit, most = _LIGHT["text"], subject.limit, max(taken, peak)
+    # Names of two lines that are close: the upper one's above it, the lower one's below.
+    is_close = 0 <= limit - taken < 0.1 * limit
+    lines = [("reserved", taken, dark, 1.2, -11 if is_close else 3)]
+    if limit <= 2.2 * most:
+        lines.append(("usable", limit, _LIGHT["limit"], 1.6, 3 if is_close else -12))
+        most = max(most, limit)
+    for name, size, colour, width, above in lines:
+        axes.axhline(size / GIB, color=colour, linestyle="--", linewidth=width)
+        words = f"{name} {size_text(size)}"
+        axes.annotate(words, (1, size / GIB), (-4, above), color=colour, bbox=_HALO, **_EDGE)
+    axes.plot([at], [peak / GIB], "o", color="white", markeredgecolor=dark, markersize=6, clip_on=False)
+    shift, side = (8, "left") if at < times[-1] / 2 else (-8, "right")
+    # Above the line of what is reserved, if the peak is close to it.
+    where = (at, (taken if taken - peak < 0.08 * most else peak) / GIB)
+    words = f"peak {size_text(peak)}: {found.operators[found.peak]}"
+    axes.annotate(words, where, (shift, 5), textcoords="offset points", ha=side, fontsize=8.5, bbox=_HALO)
+    axes.set(xlim=(0, times[-1]), ylim=(0, most / GIB * 1.1), xlabel=f"time [{unit}]", ylabel="memory held [GiB]")
+    axes.grid(axis="y", color=_LIGHT["line"])
+    far = "" if limit <= 2.2 * taken else f"; usable {size_text(limit)}, far above"
+    _titled(axes, subject, f"Memory over the step, rank {found.rank}{far}", pad=24)
+    _strip(axes, next(lane for lane in subject.lanes if lane.rank == found.rank and lane.stream == COMPUTE), one)
+    _signs(figure, signs)
+    return figure
+
+
+def _strip(axes: Any, lane: Lane, one: float) -> None:
+    """Draw the phases above the axes, with their names where there is room."""
+    low, high = axes.get_xlim()
+    across = axes.get_xaxis_transform()
+    colours = [_LIGHT[f"phase-{bar.phase}"] for bar in lane.bars]
+    ranges = [(bar.start / one, (bar.end - bar.start) / one) for bar in lane.bars]
+    axes.broken_barh(ranges, (1.01, 0.04), facecolors=colours, transform=across, clip_on=False, linewidth=0)
+    for phase, bars in groupby(lane.bars, key=lambda bar: bar.phase):
+        run = list(bars)
+        start, end = run[0].start / one, run[-1].end / one
+        if end - start > 0.1 * (high - low):
+            middle = (start + end) / 2
+            axes.text(middle, 1.03, phase, transform=across, ha="center", va="center", fontsize=7.5, color="white")
+
+
+def _timeline(subject: Shown) -> Any:
+    seconds = max(line.seconds for line in subject.lines)
+    one, unit = _scale(seconds)
+    busy = {id(lane): sum(bar.busy for bar in lane.bars) for lane in subject.lanes}
+    seen = [lane for lane in subject.lanes if lane.stream == COMPUTE or busy[id(lane)] > TINY * seconds]
+    places, names, y = [], [], 0.0
+    for rank, own in groupby(seen, key=lambda lane: lane.rank):
+        for number, lane in enumerate(own):
+            places.append(y)
+            share = f"{busy[id(lane)] / seconds:.1%}"
+            names.append(f"rank {rank}  {lane.stream} {share}" if number == 0 else f"{lane.stream} {share}")
+            y += 1
+        y += 0.6
+    figure, axes = _charted(12, 1.6 + 0.21 * y)
+    for lane, place in zip(seen, places, strict=True):
+        if lane.stream == COMPUTE:
+            axes.barh(place, seconds / one, height=0.8, color=_LIGHT["panel"])
+        _draw_lane(axes, lane, place, one)
+    axes.set_yticks(places, names, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set(xlim=(0, seconds / one), xlabel=f"time [{unit}]")
+    _titled(axes, subject, "Timeline of a step: streams, and the part of the step that each works")
+    signs = {phase: f"phase-{phase}" for phase in PHASES}
+    _signs(figure, signs | {f"communication {LINK_NAMES[link]}": f"link-{link}" for link in LINKS})
+    return figure
+
+
+def _draw_lane(axes: Any, lane: Lane, place: float, one: float) -> None:
+    """Draw the bars of a stream, the paler the less of their time it works."""
+    ranges = [(bar.start / one, (bar.end - bar.start) / one) for bar in lane.bars]
+    names = [f"link-{lane.link}" if lane.link else f"phase-{bar.phase}" for bar in lane.bars]
+    shares = [bar.busy / (bar.end - bar.start or 1) for bar in lane.bars]
+    colours = [(_LIGHT[name], min(1.0, share)) for name, share in zip(names, shares, strict=True)]
+    # Edges show what is narrower than a pixel.
+    axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)

@@ -1,0 +1,297 @@
+"""All layouts that a run could have on so many devices, and why some are refused.
+
+[Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
+`variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options. `degrees`
+are those of the mesh, `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run
+file leaves the precision to the strategy, and options may contain `model.dtype`. A class without it is tried as the
+file has it. An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
+`forecast(*, layers, ranks, sequences, head)` returns the share of time in which ranks wait, and how many microbatches a
+rank holds at once.
+
+[Note: what stays] What the command line sets is kept; the layout of the run file is where the search begins. Its other
+options are kept by all strategies that have them.
+
+This module does not know what divides and what does not: candidates are given to the code that refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.base.validation import as_data, validated
+from meshwright.mesh.sizes import ROOT_AXES, Degrees, MeshSizes
+from meshwright.model.layout import ModelSize
+from meshwright.strategy.contract import StrategySpec
+from meshwright.strategy.registry import get_registry
+from meshwright.strategy.stack import Stack, resolve
+from meshwright_run.data.order import check_batch_size
+
+from ..device import Device
+
+RECOMPUTATION = "activation_checkpointing"
+WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+CHECKPOINTING: tuple[Any, ...] = (False, "selective", "full")
+SIZES = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout of a run.
+
+    Attributes:
+        rows, microbatches: sequences of a microbatch, and microbatches of a data-parallel rank in a step.
+        family: the strategy, and as text the options that its variant has where only data is divided.
+        recomputation: of activations; None: the strategy has no such option.
+        values: keys of the run file, dotted, with their values.
+        wrapper, schedule: options of the wrapping strategy of a pipeline, and as text, the same for all `rows`.
+    """
+
+    degrees: Degrees
+    rows: int
+    microbatches: int
+    family: str
+    recomputation: Any
+    values: Mapping[str, Any] = field(hash=False)
+    wrapper: BaseModel | None = field(default=None, hash=False)
+    schedule: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A unique key."""
+        return (self.family, self.recomputation, self.rows, self.degrees, self.schedule)
+
+    @property
+    def lines(self) -> list[str]:
+        """Assignments, as --set takes them."""
+        return [f"{key}={_flow(value)}" for key, value in self.values.items()]
+
+    def __str__(self) -> str:
+        options = {**self.values.get("strategy_config", {})}
+        options.pop(RECOMPUTATION, None)
+        wrapped = self.values.get("wrapper_config", {})
+        told = [f"{key}={_flow(value)}" for each in (options, *wrapped.values()) for key, value in each.items()]
+        return ", ".join([str(self.values["strategy"]), *told])
+
+
+@dataclass
+class Space:
+    """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`).
+
+    Attributes:
+        values: of the run file, with what the command line sets.
+        kept: keys that the command line sets, dotted.
+        world: ranks, all of which are used.
+        refused, examples: number of refusals by reason without digits, and one such reason with digits.
+        enumerated: number of layouts.
+    """
+
+    values: Mapping[str, Any]
+    kept: tuple[str, ...]
+    world: int
+    device: Device
+    layers: int
+    length: int
+    size: ModelSize
+    experts: bool
+    refused: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    enumerated: int = 0
+
+    def refuse(self, reason: str, count: int = 1) -> None:
+        """Count a refusal of `count` layouts."""
+        reason = reason.strip().splitlines()[0]
+        key = re.sub(r"\d+", "N", reason)
+        self.refused[key] += count
+        self.examples.setdefault(key, reason)
+
+    def keeps(self, key: str) -> bool:
+        """Return whether the command line sets a key or its section."""
+        return any(each == key or key.startswith(f"{each}.") for each in self.kept)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all that no check refuses before anything is traced; pipelines without their options, see `wrapped`."""
+        registry = get_registry()
+        named = registry.get(str(self.values.get("strategy", "fsdp2")))
+        specs = [named]
+        if not self.keeps("strategy"):
+            inner = (spec for spec in registry.strategies.values() if not spec.wraps)
+            specs = sorted(inner, key=lambda each: each != named)
+        for spec in specs:
+            for degrees in self.layouts():
+                yield from self._of_layout(spec, degrees)
+
+    def layouts(self) -> Iterator[Degrees]:
+        """Yield the meshes of so many ranks, those first that divide a model least."""
+        given = {key: self.values.get(key) for key in SIZES if self.keeps(key)}
+        found = []
+        for pp, replicate, shard, cp, tp in _factors(self.world, len(ROOT_AXES)):
+            sizes = {"pp_size": pp, "dp_size": replicate * shard, "dp_replicate_size": replicate}
+            sizes |= {"cp_size": cp, "tp_size": tp}
+            if any(value is not None and sizes.get(key, value) != value for key, value in given.items()):
+                continue
+            for ep in divisors(shard * cp * tp) if self.experts else (1,):
+                if given.get("ep_size") in (None, ep):
+                    found.append(Degrees(pp, replicate, shard, cp, tp, ep))
+        return iter(sorted(found, key=lambda each: (each.pp * each.cp * each.tp, each.ep, -each.dp_shard)))
+
+    def _of_layout(self, spec: StrategySpec, degrees: Degrees) -> Iterator[Candidate]:
+        batch = int(self.values["batch_size"])
+        rows = divisors(batch // degrees.dp) if batch % degrees.dp == 0 else [1]
+        if self.keeps("micro_batch_size"):
+            rows = [int(self.values["micro_batch_size"])]
+        most = max(1, batch // (degrees.dp * rows[0]))
+        made, once = (self._variants(spec, degrees, rows[0], microbatches) for microbatches in (most, 1))
+        alone = self._variants(spec, Degrees(dp_shard=degrees.dp_shard * degrees.cp), rows[0], most)
+        named = zip(made, alone if len(alone) == len(made) else made, strict=True)
+        options = [(*each, recomputed) for each in named for recomputed in self._recomputations(spec)]
+        self.enumerated += len(options) * len(rows)
+        try:
+            if degrees.tp > self.device.node.ranks:
+                raise MeshwrightError(f"tp={degrees.tp} crosses nodes of {self.device.node.ranks}.")
+            check_batch_size(batch, data_size=degrees.dp, micro_batch_size=rows[0])
+            resolve(spec.name, sizes_of(degrees), self.world)
+        except MeshwrightError as error:
+            self.refuse(str(error), len(options) * len(rows))
+            return
+        for variant, name, recomputed in options:
+            try:
+                first = self._made(spec, variant, recomputed, degrees, rows[0])
+            except MeshwrightError as error:
+                self.refuse(str(error), len(rows))
+                continue
+            for count in rows:
+                values = {**first.values, "micro_batch_size": count}
+                microbatches = batch // (degrees.dp * count)
+                if microbatches > 1 or variant in once:
+                    family = f"{spec.name} {name}"
+                    yield replace(first, rows=count, microbatches=microbatches, family=family, values=values)
+
+    def _variants(self, spec: StrategySpec, degrees: Degrees, rows: int, microbatches: int) -> list[dict[str, Any]]:
+        ask = getattr(spec.config_cls, "variants", None)
+        if ask is None:
+            return [{}]
+        sizes = {"layers": self.layers, "rows": rows, "microbatches": microbatches}
+        is_open = "dtype" not in self.values["model"]
+        return [dict(each) for each in ask(degrees=degrees, is_dtype_open=is_open, **sizes)]
+
+    def _recomputations(self, spec: StrategySpec) -> tuple[Any, ...]:
+        if RECOMPUTATION not in spec.config_cls.model_fields:
+            return (None,)
+        if self.keeps(f"strategy_config.{RECOMPUTATION}"):
+            return (self.values["strategy_config"][RECOMPUTATION],)
+        return CHECKPOINTING
+
+    def _made(
+        self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
+    ) -> Candidate:
+        chosen = {key: value for key, value in variant.items() if key != "model.dtype"}
+        if recomputed is not None:
+            chosen[RECOMPUTATION] = recomputed
+        options, _ = self._options("strategy_config", spec, self.values.get("strategy_config"), chosen)
+        sizes = sizes_of(degrees).model_dump()
+        values: dict[str, Any] = {"strategy": spec.name, **{key: sizes[key] for key in SIZES}}
+        values |= {"strategy_config": options, "micro_batch_size": rows, "wrapper_config": {}}
+        if variant.get("model.dtype") is not None:
+            values["model.dtype"] = variant["model.dtype"]
+        return Candidate(degrees, rows, 1, spec.name, recomputed, values)
+
+    def _options(
+        self, section: str, spec: StrategySpec, said: Mapping[str, Any] | None, chosen: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], BaseModel]:
+        """Return options of the file (`said`), those that are `chosen`, and those that the command line sets.
+
+        The last win over the first.
+        """
+        said = said or {}
+        options = {key: value for key, value in said.items() if key in spec.config_cls.model_fields}
+        options |= chosen
+        options |= {key: value for key, value in said.items() if self.keeps(f"{section}.{key}")}
+        name = section.partition(".")[0]
+        return options, validated(spec.config_cls, options, where=f"{name} of {spec.name!r}")
+
+    def stack(self, candidate: Candidate) -> Stack:
+        values, sizes = candidate.values, sizes_of(candidate.degrees)
+        options = {"config": values["strategy_config"], "wrapper_config": values["wrapper_config"]}
+        return resolve(values["strategy"], sizes, self.world, **options)[0]
+
+    def wrapped(self, candidate: Candidate) -> list[Candidate]:
+        """Return a pipeline under each schedule and so on; refused ones are counted."""
+        found = []
+        for spec in (layer.spec for layer in self.stack(candidate).wrappers):
+            place = (spec, candidate.degrees)
+            more, alone = (self._variants(*place, rows, candidate.microbatches) for rows in (candidate.rows, 1))
+            self.enumerated += len(more) - 1
+            said = (self.values.get("wrapper_config") or {}).get(spec.name)
+            for variant, of_one_row in zip(more, alone, strict=True):
+                try:
+                    options, config = self._options(f"wrapper_config.{spec.name}", spec, said, variant)
+                except MeshwrightError as error:
+                    self.refuse(str(error))
+                    continue
+                values = {**candidate.values, "wrapper_config": {spec.name: options}}
+                found.append(replace(candidate, values=values, wrapper=config, schedule=repr(of_one_row)))
+        return list({repr(each.values["wrapper_config"]): each for each in found}.values())
+
+    def least(self, candidate: Candidate) -> float:
+        """Return the least bytes of a rank: its parameters, divided by all axes that divide such."""
+        degrees = candidate.degrees
+        width = WIDTHS.get(candidate.values.get("model.dtype", ""), self.size.bytes_per_element)
+        return self.size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
+
+    def forecast(self, candidate: Candidate, head: float) -> tuple[float, float]:
+        """Return the share of waiting and the microbatches held by a pipeline under a schedule; else 0 and 1.
+
+        Args:
+            head: time of what the last stage computes besides its blocks, in blocks.
+        """
+        ask = getattr(candidate.wrapper, "forecast", None)
+        if ask is None:
+            return 0.0, 1.0
+        sequences = candidate.microbatches * candidate.rows
+        told: tuple[float, float] = ask(layers=self.layers, ranks=candidate.degrees.pp, sequences=sequences, head=head)
+        return told
+
+
+def sizes_of(degrees: Degrees) -> MeshSizes:
+    """Return all sizes of a mesh."""
+    return MeshSizes(**{key: getattr(degrees, key.removesuffix("_size")) for key in SIZES})
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as an ordered product of `count` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in _factors(number // first, count - 1):
+            yield (first, *rest)
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(as_data(value), default_flow_style=True, width=10**9, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()
+
+
+def assigned(values: Mapping[str, Any], more: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the values of a run file with dotted keys set, as --set does; sections are copied."""
+    found = dict(values)
+    for key, value in more:
+        *parents, last = key.split(".")
+        inside = found
+        for parent in parents:
+            inside[parent] = dict(inside.get(parent) or {})
+            inside = inside[parent]
+        inside[last] = value
+    return found

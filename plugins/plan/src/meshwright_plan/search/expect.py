@@ -1,0 +1,229 @@
+"""How long a step of each candidate is expected to take, and whether it fits, from those that are traced.
+
+[Note: the estimate] The logarithms of four numbers of a candidate are sums over its features: its strategy's, those of
+its degrees, and so on. They are the seconds of one device for a token; the bytes held between steps for each parameter;
+and at the peak the bytes of activations, and of the rest. What each feature adds has the priors below, and is learned
+from traces: Bayesian linear regression, whose standard deviation tells how well a candidate is known (C. M. Bishop,
+Pattern Recognition and Machine Learning, section 3.3). These numbers are never reported as a candidate's own.
+
+[Note: pipelines] A schedule itself tells how long ranks wait and how many microbatches they hold, from few of them: for
+more, ranks wait no longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwright.base.errors import MeshwrightError
+
+from .candidates import Candidate, Space
+from .glance import Glance
+
+Prior: TypeAlias = tuple[float, float]
+"""Mean and standard deviation."""
+Outlook: TypeAlias = tuple[float, float]
+"""The least share of time that ranks wait, and the least part of a microbatch's activations that one of them holds,
+over all schedules."""
+NOISE = 0.07
+"""What features do not tell, as a part."""
+LEAST = 0.05
+"""The least part of a peak that is neither held between steps nor activations."""
+_ELSE: Prior = (0, 0.07)
+"""Of a single value of what has a logarithm: how far it is off the line."""
+_PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
+    "all": ((0, 10), (0, 10), (0, 10)),
+    "family": ((0, 0.3), (0, 0.1), (0, 0.5)),
+    "recomputed False": ((0, 0.05), (0, 0.05), (0, 0.05)),
+    "recomputed selective": ((0.07, 0.07), (-0.4, 0.3), (0, 0.2)),
+    "recomputed full": ((0.25, 0.1), (-2, 0.5), (0, 0.2)),
+    "one microbatch": ((0, 0.1), (0, 0.05), (-0.3, 0.5)),
+    "few rows": ((0.1, 0.1), _ELSE, _ELSE),
+    "log2 rows": (_ELSE, (0.69, 0.05), (0.2, 0.2)),
+    "log2 tp": ((0.05, 0.05), (-0.6, 0.1), (-0.6, 0.1)),
+    "log2 cp": ((0.1, 0.05), (-0.6, 0.1), (-0.1, 0.2)),
+    "log2 ep": ((0.05, 0.1), (0, 0.1), (-0.3, 0.3)),
+    "log2 pp": ((0.03, 0.03), (0, 0.05), (-0.3, 0.3)),
+    "log2 shards": ((0.03, 0.03), (0, 0.02), (0, 0.02)),
+    "hybrid": ((0, 0.1), (0, 0.02), (0, 0.1)),
+}
+"""Of seconds, of activations and of the rest."""
+_SECONDS, _ACTIVATIONS, _REST = ({name: each[place] for name, each in _PRIORS.items()} for place in range(3))
+_HELD: Mapping[str, Prior] = {
+    "all": (2.7, 0.3),
+    "family": (0, 0.2),
+    "log2 pp": (-0.69, 0.05),
+    "log2 tp": (-0.69, 0.1),
+    "log2 ep": (0, 0.1),
+    "family, log2 shards": (-0.69, 0.2),
+    "family, log2 copies": (0, 0.3),
+}
+
+
+@dataclass
+class Estimate:
+    """One number of all candidates; see [Note: the estimate]. `beside` is what is known of their logarithms without
+    features, `known` the logarithms of traced candidates.
+    """
+
+    priors: Mapping[str, Prior]
+    features: Sequence[Mapping[str, float]]
+    beside: Tensor
+    known: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = sorted({name for each in self.features for name in each})
+        place = {name: at for at, name in enumerate(names)}
+        self._matrix = torch.zeros(len(self.features), len(names), dtype=torch.float64)
+        rows = [row for row, each in enumerate(self.features) for _ in each]
+        columns = [place[name] for each in self.features for name in each]
+        values = torch.tensor([value for each in self.features for value in each.values()], dtype=torch.float64)
+        self._matrix[rows, columns] = values
+        # A feature has the prior of its own name, or of its kind, before the colon.
+        priors = [self.priors.get(name, self.priors.get(name.partition(":")[0], _ELSE)) for name in names]
+        self._mean, self._deviation = torch.tensor(priors, dtype=torch.float64).T
+        self._told: tuple[Tensor, Tensor] | None = None
+
+    def learn(self, number: int, value: float) -> None:
+        """Take the logarithm of a candidate."""
+        self.known[number], self._told = value, None
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Return expected logarithms and their standard deviations, float64, one for each candidate."""
+        if self._told is None:
+            self._told = self._with({})
+        return self._told
+
+    def all_as_expected(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Return the same if candidates `numbers` were what is expected of them."""
+        mean, _ = self.all()
+        more = {number: float(mean[number]) for number in numbers}
+        return self._with(more) if more else self.all()
+
+    def _with(self, more: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+        given = {**self.known, **more}
+        seen = self._matrix[list(given)]
+        precision = torch.diag(self._deviation**-2) + seen.T @ seen / NOISE**2
+        target = torch.tensor([*given.values()], dtype=torch.float64) - self.beside[list(given)] - seen @ self._mean
+        spread = torch.linalg.inv(precision)
+        weights = self._mean + spread @ (seen.T @ target) / NOISE**2
+        variance = ((self._matrix @ spread) * self._matrix).sum(1)
+        return self.beside + self._matrix @ weights, variance.clamp_min(0).sqrt()
+
+
+def _of_work(each: Candidate) -> dict[str, float]:
+    degrees = each.degrees
+    sizes = {"rows": each.rows, "tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "pp": degrees.pp}
+    features = {"all": 1.0, f"family: {each.family}": 1.0, f"recomputed {each.recomputation}": 1.0}
+    for name, size in sizes.items():
+        if size > 1:
+            features |= {f"log2 {name}": math.log2(size), f"{name} {size}": 1.0}
+    features["few rows"] = 1 / each.rows
+    if each.microbatches == 1:
+        features["one microbatch"] = 1.0
+    if degrees.dp_shard > 1:
+        features["log2 shards"] = math.log2(degrees.dp_shard)
+    if degrees.dp_shard > 1 and degrees.dp_replicate > 1:
+        features["hybrid"] = 1.0
+    return features
+
+
+def _of_state(each: Candidate) -> dict[str, float]:
+    degrees = each.degrees
+    sizes = {"log2 pp": degrees.pp, "log2 tp": degrees.tp, "log2 ep": degrees.ep}
+    sizes[f"family, log2 shards: {each.family}"] = degrees.dp_shard * degrees.cp
+    sizes[f"family, log2 copies: {each.family}"] = degrees.dp_replicate
+    features = {"all": 1.0, f"family: {each.family}": 1.0}
+    return features | {name: math.log2(size) for name, size in sizes.items() if size > 1}
+
+
+class Outlooks:
+    """Outlooks of pipelines; see [Note: pipelines]."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._told: dict[tuple[int, int], Outlook | str] = {}
+
+    def of(self, candidate: Candidate) -> Outlook | None:
+        """Return the outlook of a candidate; None: all schedules refuse it, which is counted."""
+        ranks, count = candidate.degrees.pp, candidate.microbatches
+        if ranks == 1:
+            return 0.0, 1.0
+        few = min(count, 2 * ranks)
+        if (ranks, few) not in self._told:
+            self._told[ranks, few] = self._ask(replace(candidate, rows=1, microbatches=few))
+        told = self._told[ranks, few]
+        if isinstance(told, str):
+            self._space.refuse(told)
+            return None
+        waiting, live = told
+        idle = few * waiting / (1 - waiting)
+        return idle / (idle + count), live / ranks
+
+    def _ask(self, candidate: Candidate) -> Outlook | str:
+        found, reason = [], ""
+        for each in self._space.wrapped(candidate):
+            try:
+                found.append(self._space.forecast(each, 0.0))
+            except MeshwrightError as error:
+                reason = str(error)
+        if not found:
+            return reason
+        waiting, live = zip(*found, strict=True)
+        return min(waiting), min(live)
+
+
+@dataclass
+class Expectations:
+    """Expectations of candidates; `surprises` are logarithms of how far traced seconds were off."""
+
+    space: Space
+    candidates: Sequence[Candidate]
+    outlooks: Sequence[Outlook]
+    surprises: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        waiting, live = torch.tensor(self.outlooks, dtype=torch.float64).T
+        work, state = [*map(_of_work, self.candidates)], [*map(_of_state, self.candidates)]
+        nothing = torch.zeros_like(live)
+        self._seconds = Estimate(_SECONDS, work, -(1 - waiting).log())
+        self._held = Estimate(_HELD, state, nothing)
+        self._activations = Estimate(_ACTIVATIONS, work, live.log())
+        self._rest = Estimate(_REST, work, nothing)
+        self._scale = math.log(int(self.space.values["batch_size"]) * self.space.length / self.space.world)
+
+    def seconds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Return expected logarithms of seconds and their deviations, if `pending` candidates are as expected."""
+        mean, deviation = self._seconds.all_as_expected(pending)
+        return mean + self._scale, deviation
+
+    def chance(self) -> Tensor:
+        """Return the probability that each candidate fits."""
+        told = [each.all() for each in (self._held, self._activations, self._rest)]
+        parts = [mean.exp() for mean, _ in told]
+        parts[0] *= self.space.size.parameters
+        size, device = sum(parts), self.space.device
+        spread = sum(part * deviation for part, (_, deviation) in zip(parts, told, strict=True)) / size
+        room = torch.tensor(device.memory_bytes - device.context_bytes, dtype=torch.float64)
+        return torch.special.ndtr((room.log() - size.log()) / spread.clamp_min(1e-3))
+
+    def learn_seconds(self, number: int, seconds: float) -> None:
+        told = math.log(seconds) - self._scale
+        if self._seconds.known:
+            self.surprises.append(told - float(self._seconds.all()[0][number]))
+        self._seconds.learn(number, told)
+
+    def learn_bytes(self, number: int, glance: Glance, size: float) -> None:
+        """Take the bytes of a candidate, of which `glance` tells what holds them."""
+        layers = self.space.layers / self.candidates[number].degrees.pp
+        held, activations = glance.held.at(layers), glance.activations.at(layers)
+        # Where activations are most need not be the peak.
+        rest = max(LEAST * size, size - held - activations)
+        self._held.learn(number, math.log(held / self.space.size.parameters))
+        self._activations.learn(number, math.log(activations))
+        self._rest.learn(number, math.log(rest))

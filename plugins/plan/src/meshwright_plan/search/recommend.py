@@ -1,0 +1,337 @@
+"""The fastest layouts of a run on so many devices: as values of JSON, as a run file, and as tables for a terminal."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from meshwright.base.errors import ConfigError, TrainingError
+from meshwright.base.processes import usable_cores
+from meshwright.base.validation import validated
+from meshwright.model.layout import model_size
+from meshwright.parallel.expert.find import find_experts
+from meshwright_run.launch.local import warm_up
+from meshwright_run.layout import NO_END, read_job
+from meshwright_run.run_file import RunConfig
+
+from ..device import Device, find_device
+from ..job import job_of
+from ..report import table
+from .candidates import SIZES, Candidate, Space, assigned
+from .search import Found, Search
+
+WANTED = 10
+LIMIT_S = 105.0
+MOST_PROCESSES = 8
+"""Processes that trace at once, where there are as many cores; each holds about half a GiB."""
+SHOWN, REASONS = 5, 8
+"""How many open layouts, and reasons why others lost, are shown."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_LEFT = ("mesh", "recomputed", "strategy", "for instance")
+
+
+def recommend(
+    run_file: Path,
+    assignments: Sequence[str],
+    gpus: int,
+    device: str,
+    *,
+    batch_tokens: str | None = None,
+    max_nodes: int | None = None,
+    expert_imbalance: float = 1.0,
+    wanted: int = WANTED,
+    limit_s: float = LIMIT_S,
+    processes: int | None = None,
+) -> dict[str, Any]:
+    """Search for the fastest layouts that fit.
+
+    Args:
+        run_file: its layout is where the search begins; see [Note: what stays] in `candidates`.
+        assignments: as --set gives them; these stay.
+        gpus: devices, all of which are used.
+        device: see `find_device`.
+        batch_tokens: tokens of a step, see `tokens_of`; None: the run file's batch.
+        max_nodes: no more nodes of the device's size are used, and so perhaps fewer devices.
+        wanted: how many layouts.
+        limit_s: after so many seconds nothing new is traced.
+        processes: that trace at once; 1: this one; None: one for each core, at least 2.
+
+    Returns:
+        Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`, which is None
+        where time allowed none and the numbers are nearly those of one; `layouts`, seconds and bytes of all that was
+        traced, and whether they fit; `open`, what could be as good for all that is known, with the seconds that are
+        expected of each; `lost`, why others are not among the best; and `deviation`, how far what was expected was
+        from what was then traced, as a part (root of the mean square).
+
+    Raises:
+        ConfigError: nothing fits, or what is given is not valid.
+        TrainingError: a process that traces has died.
+        MeshwrightError: as training does.
+    """
+    on = find_device(device)
+    for name, value in (("--gpus", gpus), ("--max-nodes", max_nodes)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1.")
+    world = gpus if max_nodes is None else min(gpus, max_nodes * on.node.ranks)
+    values = _values(run_file, assignments, batch_tokens)
+    processes = processes or min(MOST_PROCESSES, max(2, usable_cores()))
+    with _executor(processes) as executor:
+        search = Search(_space(values, assignments, world, on), executor, processes, wanted, limit_s, expert_imbalance)
+        try:
+            search.run()
+            search.settle()
+        except BrokenExecutor as error:
+            raise TrainingError(
+                f"one of the {processes} processes that trace layouts has died, perhaps for lack of memory: each takes "
+                f"about half a GiB, and more for many experts or long sequences. Free some, or keep what you know, "
+                f"such as --set pp_size=1."
+            ) from error
+    if not search.found:
+        raise ConfigError(_nothing(search))
+    return _report(search, assignments, batch_tokens)
+
+
+def write_run(found: Mapping[str, Any], file: Path) -> None:
+    """Write one of the `best` of `recommend` as a run file."""
+    text = yaml.safe_dump(found["run"], sort_keys=False, allow_unicode=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def tokens_of(text: str) -> int:
+    """Return a number of tokens from digits and perhaps K, M or G, which are 2**10, 2**20 and 2**30.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if tokens < 1 or tokens != int(tokens):
+        raise ConfigError(
+            f"--batch-tokens {text!r} is no number of tokens. Give digits, or digits with K, M or G, such as 4M for "
+            f"4 * 2**20 = 4194304."
+        )
+    return int(tokens)
+
+
+def _values(run_file: Path, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
+    values = read_job(run_file, assignments)
+    if batch_tokens is not None:
+        values.setdefault("batch_size", 1)
+        length = validated(RunConfig, values, where=str(run_file)).data.seq_len
+        tokens = tokens_of(batch_tokens)
+        if tokens % length:
+            near = max(1, round(tokens / length)) * length
+            raise ConfigError(
+                f"--batch-tokens {batch_tokens} is {tokens} tokens, which do not divide into sequences of "
+                f"data.seq_len={length}. Use {near}, for instance."
+            )
+        values["batch_size"] = tokens // length
+    validated(RunConfig, values, where=str(run_file))
+    return values
+
+
+def _space(values: Mapping[str, Any], assignments: Sequence[str], world: int, device: Device) -> Space:
+    whole = {**values, **dict.fromkeys(SIZES, 1), "strategy": "single", "strategy_config": {}, "wrapper_config": {}}
+    job = job_of(validated(RunConfig, whole, where="the run file"), 1)
+    model = job.model()
+    kept = tuple(each.partition("=")[0] for each in assignments)
+    return Space(values, kept, world, device, job.layers, job.length, model_size(model), bool(find_experts(model)))
+
+
+@contextmanager
+def _executor(processes: int) -> Iterator[Executor]:
+    if processes == 1:
+        yield _Here()
+        return
+    others = active_children()
+    warm_up()
+    pool = ProcessPoolExecutor(processes, get_context("forkserver"), initializer=_begin)
+    try:
+        for _ in range(processes):
+            pool.submit(_begin)
+        yield pool
+    finally:
+        # What is still traced is of no use any more.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for each in {*active_children()} - {*others}:
+            each.terminate()
+
+
+def _begin() -> None:
+    """Import what tracing needs, while candidates are enumerated."""
+    import torch
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    torch.set_num_threads(1)
+    # A run that is planned or trained warns itself.
+    warnings.simplefilter("ignore")
+
+
+class _Here(Executor):
+    """Runs work in this process, at once."""
+
+    def submit(self, work: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+# -- values
+
+
+def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
+    space, best, still_open = search.space, search.best(), search.open()
+    points = [*((each, True) for each in search.ranked()), *((each, False) for each in search.crowded)]
+    lines = list(assignments) if batch_tokens is None else [*assignments, f"batch_size={space.values['batch_size']}"]
+    return {
+        "device": space.device.name,
+        "memory_bytes": space.device.memory_bytes,
+        "world_size": space.world,
+        "batch_size": space.values["batch_size"],
+        "best": [_told(each, space, lines) for each in best],
+        "layouts": [_point(each, fits=fits) for each, fits in points],
+        "lost": _lost(search, best, len(still_open)),
+        "is_certain": not still_open,
+        "open": [
+            {"expected_seconds": seconds, "mesh": str(each.degrees), **_options(each, assignments)}
+            for seconds, each in still_open[:SHOWN]
+        ],
+        "open_layouts": len(still_open),
+        "deviation": search.deviation,
+        "enumerated": space.enumerated,
+        "traced": search.traced,
+        "planned": search.planned,
+        "seconds": search.elapsed,
+    }
+
+
+def _point(found: Found, *, fits: bool) -> dict[str, Any]:
+    candidate = found.candidate
+    recomputed = candidate.recomputation or "nothing"
+    label = f"{candidate.degrees}, {candidate.rows} rows, {recomputed} recomputed, {candidate}"
+    numbers = {key: found.plan[key] for key in ("step_seconds", "peak_reserved_bytes")}
+    return {"label": label, **numbers, "fits": fits}
+
+
+def _told(found: Found, space: Space, assignments: Sequence[str]) -> dict[str, Any]:
+    run = assigned(space.values, found.candidate.values.items())
+    if run.get("steps") == NO_END:
+        del run["steps"]
+    keys = ("step_seconds", "tokens_per_second_per_device", "peak_reserved_bytes", "mesh", "strategy")
+    return {
+        **{key: found.plan[key] for key in keys},
+        **_options(found.candidate, assignments),
+        "run": run,
+        "plan": dict(found.plan) if found.is_planned else None,
+    }
+
+
+def _options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
+    return {
+        "micro_batch_size": candidate.rows,
+        "recomputation": candidate.recomputation,
+        "options": str(candidate),
+        "assignments": [*assignments, *candidate.lines],
+    }
+
+
+def _lost(search: Search, best: Sequence[Found], still_open: int) -> list[dict[str, Any]]:
+    """Return why others are not among the best: counts by reason, the most first."""
+    space = search.space
+    reasons = [(count, space.examples[key]) for key, count in space.refused.items()]
+    reasons.append((search.too_large, f"do not fit: {_too_much(search)} too much at best"))
+    reasons.append((search.left_out(), "are expected not to fit, by the traces of others"))
+    slower = search.ranked()[len(best) :]
+    reasons += [(len(slower), f"slower: {slower[0].seconds:.4g} s at least")] if slower else []
+    reasons.append((search.left() - still_open, "are expected to be slower, by the traces of others"))
+    rows = [{"layouts": count, "reason": reason} for count, reason in reasons if count > 0]
+    return sorted(rows, key=lambda row: -int(row["layouts"]))
+
+
+def _too_much(search: Search) -> str:
+    device, (size, _) = search.space.device, search.nearest
+    return f"{(size - device.memory_bytes + device.context_bytes) / 2**30:.3g} GiB"
+
+
+def _nothing(search: Search) -> str:
+    (size, candidate), space = search.nearest, search.space
+    if search.open():
+        return (
+            f"no layout was planned within {search.limit_s:.0f} s, of {space.enumerated}. Keep some of it, such as "
+            f"--set strategy=fsdp2 or --set pp_size=1."
+        )
+    if candidate is None:
+        told = "\n".join(f"  {count} x {space.examples[key]}" for key, count in space.refused.most_common(8))
+        return f"no layout of {space.world} devices can be trained:\n{told}"
+    recomputed = "" if candidate.recomputation is None else f", activation_checkpointing={candidate.recomputation}"
+    nearest = f"{candidate} on {candidate.degrees}, micro_batch_size={candidate.rows}{recomputed}"
+    return (
+        f"nothing fits on {space.world} x {space.device.name}. The nearest is {nearest}: it takes "
+        f"{size / 2**30:.4g} GiB at least, {_too_much(search)} too much. Use more devices, or such with more "
+        f"memory; or shorten data.seq_len, or make the model smaller."
+    )
+
+
+# -- tables
+
+
+def tables(found: Mapping[str, Any]) -> list[Any]:
+    """Return what is printed of `recommend`: the best, why others lost, what is open, and how to get the best."""
+    command = " ".join(f"--set {shlex.quote(each)}" for each in found["best"][0]["assignments"])
+    return [
+        _best(found),
+        _lost_table(found),
+        *([_open(found)] if found["open"] else []),
+        f"\nThe best: meshwright plan RUN --world {found['world_size']} {command}",
+        f"\n{found['enumerated']:,} layouts, {found['traced']} looked at, {found['planned']} planned, in "
+        f"{found['seconds']:.0f} s. What was expected of those lay {found['deviation']:.0%} off.",
+    ]
+
+
+def _best(found: Mapping[str, Any]) -> Table:
+    title = f"the fastest layouts on {found['world_size']} x {found['device']} that fit"
+    numbers = ("", "step [s]", "tokens/s/device", "reserved [GiB]", "rows")
+    made = table(title, (*numbers, "mesh", "recomputed", "strategy"), _LEFT)
+    for number, each in enumerate(found["best"], 1):
+        nearly = "" if each["plan"] else "~"
+        sizes = (f"{nearly}{each['step_seconds']:.4g}", f"{each['tokens_per_second_per_device']:,.0f}")
+        memory = f"{each['peak_reserved_bytes'] / 2**30:.2f}"
+        made.add_row(str(number), *sizes, memory, *_described(each))
+    return made
+
+
+def _described(each: Mapping[str, Any]) -> tuple[str, ...]:
+    recomputed = each["recomputation"]
+    words = "none" if recomputed in (False, None) else str(recomputed)
+    return str(each["micro_batch_size"]), each["mesh"], words, each["options"]
+
+
+def _lost_table(found: Mapping[str, Any]) -> Table:
+    made = table("why others are not among them", ("layouts", "for instance"), _LEFT)
+    for row in found["lost"][:REASONS]:
+        made.add_row(f"{row['layouts']:,}", row["reason"])
+    others = found["lost"][REASONS:]
+    if others:
+        made.add_row(f"{sum(row['layouts'] for row in others):,}", f"{len(others)} other reasons")
+    return made
+
+
+def _open(found: Mapping[str, Any]) -> Table:
+    title = f"not looked at: {found['open_layouts']:,} that could be as fast, the likeliest first"
+    made = table(title, ("expected [s]", "rows", "mesh", "recomputed", "strategy"), _LEFT)
+    for each in found["open"]:
+        made.add_row(f"{each['expected_seconds']:.3g}", *_described(each))
+    return made

@@ -1,0 +1,310 @@
+"""Find the fastest layouts that fit, tracing as few as possible.
+
+[Note: the search] The seconds and bytes of all candidates are expected (`expect`). The one that could be the fastest,
+one standard deviation below what is expected, is traced on few blocks (`glance`), which tells its numbers nearly, and
+those of similar ones a little. This repeats until no other could be among the best, or the time is up. Candidates that
+are unlikely to fit come later, or are left out. Of a pipeline the model is traced on one stage, which tells each of its
+schedules. The best are then planned, in their order, as time allows. This is Bayesian optimization by a lower
+confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit Setting, 2010), on a linear model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.base.errors import MeshwrightError
+
+from ..planned import fits
+from .candidates import Candidate, Space, assigned, sizes_of
+from .expect import Expectations, Outlooks
+from .glance import Glance, Refusal, Request, answer
+
+AFFORDABLE = 120
+"""Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance."""
+CHANCE = 0.02
+"""Candidates that fit with a lower probability are left out."""
+UNLIKELY = 1.0
+"""Seconds of a candidate that fits with probability p are multiplied by p to minus this power."""
+LOOKING = 0.7
+"""Part of the time in which layouts are traced; the rest is for whole plans of the best."""
+WAITING = 0.1
+"""Part of the time for which traces are waited for when that is over."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout whose step is known, at least nearly; `plan` has only the values of a glance if it is not planned."""
+
+    candidate: Candidate
+    plan: Mapping[str, Any]
+
+    @property
+    def is_planned(self) -> bool:
+        return "ranks" in self.plan
+
+    @property
+    def seconds(self) -> float:
+        return float(self.plan["step_seconds"])
+
+
+@dataclass
+class Search:
+    """See [Note: the search]. `found` fit and `crowded` do not; nothing new is traced after `limit_s` seconds."""
+
+    space: Space
+    executor: Executor
+    workers: int
+    wanted: int
+    limit_s: float
+    expert_imbalance: float = 1.0
+    candidates: list[Candidate] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    crowded: list[Found] = field(default_factory=list)
+    too_large: int = 0
+    nearest: tuple[float, Candidate | None] = (float("inf"), None)
+    traced: int = 0
+    planned: int = 0
+    started: float = field(default_factory=time.monotonic)
+    _seeds: list[int] = field(default_factory=list)
+    _glances: dict[tuple[Any, ...], Glance | Refusal] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _alike: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Trace until no other candidate could be among the best, or time is up."""
+        possible = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
+        outlooks = Outlooks(self.space)
+        found = [(each, told) for each in possible if (told := outlooks.of(each)) is not None]
+        if not found:
+            return
+        self.candidates = [each for each, _ in found]
+        for at, each in enumerate(self.candidates):
+            for key in _refusal_keys(each):
+                self._alike.setdefault(key, []).append(at)
+        self._expected = Expectations(self.space, self.candidates, [told for _, told in found])
+        self._seeds = _seeds(self.candidates)
+        pending: dict[Future[Any], int] = {}
+        while True:
+            while len(pending) < self.workers and (number := self._next(pending.values())) is not None:
+                request = self._request(self._alone(self.candidates[number]))
+                pending[self.executor.submit(answer, request)] = number
+            left = (LOOKING + WAITING) * self.limit_s - self.elapsed
+            ended = wait(pending, timeout=max(0.0, left), return_when=FIRST_COMPLETED).done
+            for done in ended:
+                self._learn(pending.pop(done), done.result())
+            if not ended:
+                return
+
+    def settle(self) -> None:
+        """Plan the best in their order, as time allows, but the first in any case; drop those that do not fit."""
+        pending: dict[Future[Any], Found] = {}
+        begun, longest = {}, 0.0
+        while True:
+            waiting = {each.candidate.key for each in pending.values()}
+            for number, each in enumerate(self.best()):
+                candidate = each.candidate
+                # See `AFFORDABLE`.
+                blocks = candidate.microbatches * self.space.layers
+                is_affordable = candidate.degrees.pp == 1 or blocks <= AFFORDABLE
+                is_open = not each.is_planned and candidate.key not in waiting and is_affordable
+                has_time = number == 0 or self.elapsed + longest < self.limit_s
+                if is_open and has_time and len(pending) < self.workers:
+                    future = self.executor.submit(answer, self._request(candidate, is_whole=True))
+                    pending[future], begun[future] = each, self.elapsed
+            if not pending:
+                return
+            for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                each, result = pending.pop(done), done.result()
+                longest = max(longest, self.elapsed - begun[done])
+                self.planned += 1
+                self.found.remove(each)
+                if isinstance(result, Refusal):
+                    self.space.refuse(result.reason)
+                else:
+                    self._keep(each.candidate, result, result["peak_reserved_bytes"])
+
+    def best(self) -> list[Found]:
+        """Return the fastest of those found."""
+        return self.ranked()[: self.wanted]
+
+    def ranked(self) -> list[Found]:
+        """Return those found, the fastest first."""
+        return sorted(self.found, key=lambda each: each.seconds)
+
+    def open(self) -> list[tuple[float, Candidate]]:
+        """Return (expected seconds, candidate) of all that could be faster than the last of the best."""
+        if not self.candidates:
+            return []
+        least, expected = self._bounds([])
+        best = self.best()
+        found = (least < math.log(best[-1].seconds if best else math.inf)).nonzero().flatten().tolist()
+        found.sort(key=lambda number: float(least[number]))
+        return [(math.exp(expected[number]), self.candidates[number]) for number in found]
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def deviation(self) -> float:
+        """How far expected seconds were off those then traced, as a part (root of the mean square)."""
+        found = self._expected.surprises if self.candidates else []
+        return math.sqrt(sum(each**2 for each in found) / max(1, len(found)))
+
+    def left_out(self) -> int:
+        """Return how many have not been traced since they are expected not to fit."""
+        return int((self._open & (self._expected.chance() <= CHANCE)).sum()) if self.candidates else 0
+
+    def left(self) -> int:
+        """Return how many have not been traced that could fit."""
+        return int((self._open & (self._expected.chance() > CHANCE)).sum()) if self.candidates else 0
+
+    def _next(self, pending: Iterable[int]) -> int | None:
+        """Return whom to trace next; schedules of pipelines whose model has been traced are taken at once."""
+        if self._seeds:
+            return self._seeds.pop(0)
+        busy = list(pending)
+        while self.elapsed < LOOKING * self.limit_s:
+            least, _ = self._bounds(busy)
+            least[busy] = math.inf
+            number, best = int(least.argmin()), self.best()
+            worst = best[-1].seconds if len(best) == self.wanted else math.inf
+            if not least[number] < math.log(worst):
+                return None
+            known = self._glances.get(_work(self._alone(self.candidates[number])))
+            if known is None:
+                return number
+            self._learn(number, known)
+        return None
+
+    @property
+    def _open(self) -> Tensor:
+        found = torch.ones(len(self.candidates), dtype=torch.bool)
+        found[list(self._done)] = False
+        return found
+
+    def _bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Return logarithms of the least and of the expected seconds, if `pending` candidates are as expected.
+
+        The least are infinite for candidates that are done, or could not fit.
+        """
+        expected, deviation = self._expected.seconds(pending)
+        chance = self._expected.chance()
+        could = self._open & (chance > CHANCE)
+        least = expected - deviation - UNLIKELY * chance.clamp_min(CHANCE).log()
+        return torch.where(could, least, math.inf), expected
+
+    def _learn(self, number: int, result: Glance | Refusal) -> None:
+        candidate = self.candidates[number]
+        alone = self._alone(candidate)
+        if _work(alone) not in self._glances:
+            self.traced += 1
+            self._glances[_work(alone)] = result
+        if isinstance(result, Refusal):
+            self._refuse(candidate, result)
+            self._refuse(alone, result)
+            return
+        self._done.add(number)
+        if candidate.degrees.pp == 1:
+            layers = self.space.layers
+            seconds, size = result.seconds(layers, candidate.microbatches), result.reserved(layers)
+            self._note(candidate, seconds, size)
+        else:
+            seconds, size = self._schedules(candidate, result)
+        if math.isfinite(seconds):
+            self._expected.learn_bytes(number, result, size)
+            self._expected.learn_seconds(number, seconds)
+
+    def _schedules(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
+        """Note a pipeline under each schedule, from the model on one stage; return the least seconds and its bytes."""
+        ranks, layers, count = candidate.degrees.pp, self.space.layers, candidate.microbatches
+        best = (math.inf, math.inf)
+        for each in self.space.wrapped(candidate):
+            try:
+                waiting, live = self.space.forecast(each, glance.head)
+            except MeshwrightError as error:
+                self.space.refuse(str(error))
+                continue
+            seconds = glance.piped_seconds(layers, count, ranks, waiting)
+            size = glance.piped_reserved(layers, ranks, live)
+            self._note(each, seconds, size)
+            best = min(best, (seconds, size))
+        return best
+
+    def _note(self, candidate: Candidate, seconds: float, size: float) -> None:
+        tokens = int(self.space.values["batch_size"]) * self.space.length
+        told = {
+            "strategy": str(self.space.stack(candidate)),
+            "mesh": str(candidate.degrees),
+            "step_seconds": seconds,
+            "tokens_per_second_per_device": tokens / seconds / self.space.world,
+            "peak_reserved_bytes": round(size),
+        }
+        self._keep(candidate, told, size)
+
+    def _keep(self, candidate: Candidate, plan: Mapping[str, Any], size: float) -> None:
+        (self.found if self._fits(candidate, size) else self.crowded).append(Found(candidate, plan))
+
+    def _refuse(self, candidate: Candidate, refusal: Refusal) -> None:
+        """Refuse also those like a candidate: whatever their batch, unless that was the reason."""
+        new = {*self._alike.get(_refusal_keys(candidate)[refusal.of_batch], ())} - self._done
+        self.space.refuse(refusal.reason, len(new))
+        self._done |= new
+
+    def _fits(self, candidate: Candidate, size: float) -> bool:
+        if fits(int(size), self.space.device):
+            return True
+        self.too_large += 1
+        if size < self.nearest[0]:
+            self.nearest = (size, candidate)
+        return False
+
+    def _alone(self, candidate: Candidate) -> Candidate:
+        """Return the same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""
+        count = min(2, candidate.microbatches)
+        if candidate.degrees.pp == 1:
+            return replace(candidate, microbatches=count)
+        alone = replace(candidate.degrees, pp=1)
+        sizes = sizes_of(alone).model_dump()
+        values = {key: sizes.get(key, value) for key, value in candidate.values.items()}
+        values |= {"wrapper_config": {}}
+        return replace(candidate, degrees=alone, microbatches=count, values=values, wrapper=None, schedule="")
+
+    def _request(self, asked: Candidate, *, is_whole: bool = False) -> Request:
+        values = assigned(self.space.values, asked.values.items())
+        values["batch_size"] = asked.degrees.dp * asked.rows * asked.microbatches
+        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, is_whole)
+
+
+def _seeds(candidates: Sequence[Candidate]) -> list[int]:
+    """Return whom to trace first: the first, with each kind of recomputation; and the one that tp divides most."""
+    alone = [at for at, each in enumerate(candidates) if each.degrees.pp == 1] or [0]
+    most, first = alone[0], candidates[alone[0]]
+    found: dict[Any, int] = {}
+    for at in alone:
+        each = candidates[at]
+        if (each.family, each.rows) == (first.family, first.rows):
+            most = max(most, at, key=lambda at: candidates[at].degrees.tp)
+            if each.degrees == first.degrees:
+                found.setdefault(each.recomputation, at)
+    return list(dict.fromkeys([most, *found.values()]))
+
+
+def _work(candidate: Candidate) -> tuple[Any, ...]:
+    """Return a key that candidates share that compute the same in a step."""
+    return (candidate.family, candidate.recomputation, candidate.rows, candidate.degrees, candidate.microbatches)
+
+
+def _refusal_keys(candidate: Candidate) -> list[tuple[Any, ...]]:
+    degrees = candidate.degrees
+    are_above_one = (degrees.pp > 1, degrees.dp_replicate > 1, degrees.dp_shard > 1)
+    alike = (candidate.family, degrees.tp, degrees.cp, degrees.ep, *are_above_one)
+    return [alike, (*alike, candidate.recomputation, candidate.rows, degrees, candidate.schedule)]

@@ -1,0 +1,364 @@
+"""Ranks of a pipeline, from pipelines of few stages, blocks and microbatches under the same schedule.
+
+[Note: small pipelines] What a rank of a pipeline holds and sends grows evenly with the blocks of each of its stages,
+with the microbatches of a step and, since it waits longer, with the stages; the first two ranks and the last two keep
+their places, and those between lie between the second and the last but one. The schedule says which numbers of
+microbatches are alike. So pipelines of three and four ranks are traced, or of all ranks with fewer blocks.
+
+[Note: seconds] Which stage holds up others changes with their depth. So what a microbatch takes on each stage is what
+grows evenly, and the schedule's own order gives the time of a step. What that leaves out (messages, the optimizer, what
+is gathered first and reduced last) is what small pipelines take more when their stages are played together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from meshwright.base.errors import MeshwrightError
+
+from .allocator import COMPUTE
+from .depth import Net, NotLinear, Numbers, Point, Report, are_alike, mixed
+from .device import Device
+from .time import Timeline, play
+from .trace import Job, Trace
+
+DEPTHS = ((2, 3, 4), (4, 6, 8))
+"""Blocks of a stage, the last to check."""
+FEW, MORE, CHECK = 3, 4, 5
+"""Ranks of small pipelines, the last to check."""
+MESHES = 4096
+"""Tolerance for lists of ranks, which grow with the pipeline in steps [bytes]."""
+
+
+class InStages(Protocol):
+    """What the `in_stages(model)` of a strategy that divides models into stages returns.
+
+    Attributes:
+        blocks: of each stage.
+    """
+
+    blocks: tuple[int, ...]
+
+    def with_blocks(self, blocks: Sequence[int]) -> BaseModel:
+        """Return options under which stages have so many blocks."""
+
+    def steady(self, ranks: int, rows: int) -> tuple[int, int] | None:
+        """Return from how many microbatches of `rows` sequences on, and in steps of how many, more add the same."""
+
+    def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
+        """Return the rank of each stage."""
+
+    def seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
+        """Return the time of a step if messages take none.
+
+        Args:
+            costs: of a sequence on each stage, forward and backward [s].
+            forward: the share of it that is not in a backward.
+        """
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """How ranks are traced: `steps` with each number of microbatches, and the report of a step that was played."""
+
+    device: Device
+    steps: Callable[[Job, int, Sequence[int]], list[Trace]]
+    told: Callable[[Trace, Timeline], Report]
+
+
+def from_small(job: Job, stages: InStages, asked: Sequence[int], tracer: Tracer) -> list[Report] | None:
+    """Return the reports of ranks of a pipeline; see [Note: small pipelines].
+
+    Returns:
+        None if small pipelines do not determine them, or are no smaller.
+    """
+    known: dict[tuple[Point, int], Trace] = {}
+    of_stage = job.degrees.world_size // job.degrees.pp
+    for net, further in _nets(job, stages):
+        small = _SmallPipelines(job, stages, tracer, net, further, asked[0] % of_stage, known)
+        try:
+            return small.of_ranks(asked)
+        except (NotLinear, MeshwrightError):
+            # Small ones may be refused where large ones are not.
+            continue
+    return None
+
+
+def _nets(job: Job, stages: InStages) -> Iterator[tuple[Net, Point | None]]:
+    ranks, rows, count = job.degrees.pp, job.rows, job.microbatches
+    held = _parts(stages.placement(ranks, count * rows), stages.blocks)
+    if len({*map(len, held)}) > 1:
+        return
+    directions = 1 if all(len({*part}) == 1 for part in held) else len(held[0])
+    frames = []
+    for least, more, check in DEPTHS:
+        if min(stages.blocks) >= least and sum(stages.blocks) > check * len(stages.blocks):
+            start = (least,) * directions
+            others = ((*start[:each], more, *start[each + 1 :]) for each in range(directions))
+            frames.append(((start, *others), (check,) * directions))
+    steady = {each: stages.steady(each, rows) for each in (FEW, MORE, CHECK, ranks)}
+    own = steady[ranks]
+    is_steady = own is not None and count >= own[0] and (count - own[0]) % own[1] == 0
+    if ranks > CHECK and is_steady and frames:
+        (few, step), (more, _), (check, _) = (steady[each] or (0, 0) for each in (FEW, MORE, CHECK))
+        blocks, last = frames[0]
+        corners = (few, FEW), (few + step, FEW), (more, MORE)
+        yield Net(blocks, corners, (last, (few + 2 * step, FEW))), (blocks[0], (check, CHECK))
+    counts: tuple[Numbers, ...] = ((count,),)
+    if own is not None and is_steady and count > own[0] + 2 * own[1]:
+        counts = tuple((own[0] + place * own[1],) for place in range(3))
+    for blocks, last in frames:
+        yield Net(blocks, counts[:2], (last, counts[-1])), None
+    if len(counts) > 1:
+        yield Net(((),), counts[:2], ((), counts[-1])), None
+
+
+def _parts(placement: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for rank, count in zip(placement, blocks, strict=True):
+        found[rank].append(count)
+    return [found[rank] for rank in sorted(found)]
+
+
+@dataclass(frozen=True, eq=False)
+class _SmallPipelines:
+    """The small pipelines of a net; `further` is one more point to check, `first` the place within their stages of the
+    ranks that are played together.
+    """
+
+    job: Job
+    stages: InStages
+    tracer: Tracer
+    net: Net
+    further: Point | None
+    first: int
+    known: dict[tuple[Point, int], Trace]
+    played: dict[tuple[Point, int | None], dict[int, Timeline]] = field(default_factory=dict)
+    told: dict[tuple[Point, int], Report] = field(default_factory=dict)
+
+    def of_ranks(self, asked: Sequence[int]) -> list[Report]:
+        """Return the reports of ranks; see `from_small`."""
+        of_stage, first, wanted = self.of_stage, self.first, {*asked}
+        # Most that does not grow evenly shows on one rank.
+        self._trace(self.net.points, lambda ranks: {first})
+        self._check(self.net.check, {first})
+        self._trace(
+            self.net.corners,
+            lambda ranks: {*self._small(wanted, ranks), *range(first, ranks * of_stage, of_stage)},
+        )
+        self._trace([self.net.check], lambda ranks: self._small(wanted, ranks))
+        if self.further is not None:
+            self._trace([self.further], lambda ranks: {first, of_stage + first})
+            self._check(self.further, {first, of_stage + first}, within=MESHES)
+        return [self._report(rank) for rank in asked]
+
+    def _check(self, point: Point, ranks: set[int], *, within: int = 0) -> None:
+        """Check ranks of the first two stages, which are the same in all small pipelines."""
+        for rank in ranks:
+            found = {each: self._told(each, rank) for each in (*self.net.corners, point)}
+            if not are_alike(self.net.between(point, found), found[point], within=within):
+                raise NotLinear
+
+    # -- sizes and places
+
+    @property
+    def of_stage(self) -> int:
+        """Ranks of a stage."""
+        return self.job.degrees.world_size // self.job.degrees.pp
+
+    @functools.cached_property
+    def is_short(self) -> bool:
+        """Whether small pipelines have fewer ranks."""
+        return len(self.net.microbatches[0]) > 1
+
+    @property
+    def few(self) -> int:
+        """Ranks of the smallest pipelines."""
+        return self.ranks(self.net.corners[0])
+
+    def ranks(self, point: Point) -> int:
+        return int(point[1][1]) if self.is_short else self.job.degrees.pp
+
+    def _placement(self, ranks: int) -> tuple[int, ...]:
+        steady = self.stages.steady(ranks, self.job.rows)
+        return self.stages.placement(ranks, (self.job.microbatches if steady is None else steady[0]) * self.job.rows)
+
+    def _counts(self, blocks: Numbers, ranks: int) -> list[int]:
+        if not blocks:
+            return list(self.stages.blocks)
+        seen: dict[int, int] = defaultdict(int)
+        counts = []
+        for rank in self._placement(ranks):
+            counts.append(int(blocks[seen[rank] % len(blocks)]))
+            seen[rank] += 1
+        return counts
+
+    def _small(self, ranks: set[int], few: int) -> set[int]:
+        return {small for rank in ranks for small, _ in self._places(rank, few)}
+
+    def _places(self, rank: int, few: int) -> list[tuple[int, Fraction]]:
+        """Return the ranks of a small pipeline that determine one, with their weights."""
+        many, (stage, within) = self.job.degrees.pp, divmod(rank, self.of_stage)
+        if not self.is_short or stage < 2:
+            places = [(stage, Fraction(1))]
+        elif stage >= many - 2:
+            places = [(few - (many - stage), Fraction(1))]
+        else:
+            places = [(1, Fraction(many - 2 - stage, many - 3)), (few - 2, Fraction(stage - 1, many - 3))]
+        return [(place * self.of_stage + within, weight) for place, weight in places]
+
+    # -- traces and timelines
+
+    def _trace(self, points: Sequence[Point], wanted: Callable[[int], set[int]]) -> None:
+        missing: dict[tuple[Numbers, int, int], list[Point]] = defaultdict(list)
+        for point in points:
+            ranks = self.ranks(point)
+            for rank in sorted(wanted(ranks)):
+                if (point, rank) not in self.known:
+                    missing[point[0], ranks, rank].append(point)
+        for (blocks, ranks, rank), steps in missing.items():
+            steps = sorted(steps, key=lambda point: point[1][0])
+            found = self.tracer.steps(self._job(blocks, ranks), rank, [int(point[1][0]) for point in steps])
+            self.known.update({(point, rank): each for point, each in zip(steps, found, strict=True)})
+
+    def _job(self, blocks: Numbers, ranks: int) -> Job:
+        if not blocks:
+            return self.job
+        counts = self._counts(blocks, ranks)
+        outer, *others = self.job.stack.wrappers
+        stack = replace(self.job.stack, wrappers=(replace(outer, config=self.stages.with_blocks(counts)), *others))
+        return replace(self.job.at_depth(sum(counts)), stack=stack, degrees=replace(self.job.degrees, pp=ranks))
+
+    def _play(self, traces: Sequence[Trace], ranks: int, *, waits: bool) -> list[Timeline]:
+        job, degrees = self.job, replace(self.job.degrees, pp=ranks)
+        device = self.tracer.device
+        return play(traces, degrees, device, is_compiled=job.is_compiled, chunked=job.chunked, waits=waits)
+
+    def _alone(self, point: Point, rank: int) -> Timeline:
+        if (point, rank) not in self.played:
+            (line,) = self._play([self.known[point, rank]], self.ranks(point), waits=False)
+            self.played[point, rank] = {rank: line}
+        return self.played[point, rank][rank]
+
+    def _together(self, point: Point) -> dict[int, Timeline]:
+        if (point, None) not in self.played:
+            ranks = self.ranks(point)
+            traces = [self.known[point, self.first + stage * self.of_stage] for stage in range(ranks)]
+            self.played[point, None] = dict(enumerate(self._play(traces, ranks, waits=True)))
+        return self.played[point, None]
+
+    # -- reports
+
+    def _report(self, rank: int) -> Report:
+        stage, within = divmod(rank, self.of_stage)
+        ranks, count = self.job.degrees.pp, self.job.microbatches
+        part = _parts(self._placement(ranks), self.stages.blocks)[stage]
+        blocks: Numbers = () if not self.net.blocks[0] else tuple(part[: len(self.net.blocks[0])])
+        target = blocks, (count, ranks) if self.is_short else (count,)
+        terms = []
+        for place, (_, weight) in enumerate(self._places(rank, FEW)):
+            found = {
+                point: self._told(point, self._places(rank, self.ranks(point))[place][0], is_timed=True)
+                for point in self.net.points
+            }
+            terms.append((weight, self.net.at(target, found)))
+        made = mixed(terms)
+        made["step_seconds"] += self._ordered(list(self.stages.blocks), ranks, count)
+        busy = made["busy_seconds"]
+        made["busy_seconds"] = {_named(name, stage, within, ranks, self.of_stage): busy[name] for name in busy}
+        return {**made, "rank": rank}
+
+    def _told(self, point: Point, rank: int, *, is_timed: bool = False) -> Report:
+        """Return the report of a rank of a small pipeline; its seconds are those that the schedule leaves out."""
+        ranks, stage = self.ranks(point), rank // self.of_stage
+        if (point, rank) not in self.told:
+            self.told[point, rank] = self.tracer.told(self.known[point, rank], self._alone(point, rank))
+        report = dict(self.told[point, rank])
+        del report["rank"], report["step_seconds"]
+        busy = report["busy_seconds"]
+        report["busy_seconds"] = {_by_place(name, stage, ranks, self.of_stage): busy[name] for name in busy}
+        if is_timed and point in self.net.corners:
+            ordered = self._ordered(self._counts(point[0], ranks), ranks, int(point[1][0]))
+            report["step_seconds"] = self._together(point)[stage].seconds - ordered
+        return report
+
+    # -- seconds; see [Note: seconds]
+
+    def _ordered(self, counts: Sequence[int], ranks: int, microbatches: int) -> float:
+        """Return the time of a step on stages of so many blocks in the schedule's order."""
+        rows = microbatches * self.job.rows
+        placement = self.stages.placement(ranks, rows)
+        costs = [self._of_block * count for count in counts]
+        for rank in range(ranks):
+            own = [stage for stage, place in enumerate(placement) if place == rank]
+            # The stage of the smallest pipelines that is like this one.
+            last = self.few - 1
+            like = rank if rank < min(2, last) or self.few == ranks else last if rank == ranks - 1 else 1
+            # The embedding and the head.
+            ends = [stage for stage in own if stage in (0, len(counts) - 1)][-1:] or own
+            for stage in ends:
+                costs[stage] += self._beside[like] / len(ends)
+        return self.stages.seconds(costs, forward=self._forward, ranks=ranks, sequences=rows)
+
+    @property
+    def _middle(self) -> int:
+        """A stage without ends, if there is one."""
+        return 1 if self.few > 2 else 0
+
+    def _sequence(self, blocks: Numbers, stage: int) -> float:
+        counts = [point for point in self.net.corners if point[0] == blocks][:2]
+        ends = [self._alone(point, self.first + stage * self.of_stage).seconds for point in counts]
+        sizes = [int(point[1][0]) * self.job.rows for point in counts]
+        return (ends[-1] - ends[0]) / (sizes[-1] - sizes[0]) if len(ends) > 1 else ends[0] / sizes[0]
+
+    def _blocks_of(self, blocks: Numbers, stage: int) -> int:
+        return sum(_parts(self._placement(self.few), self._counts(blocks, self.few))[stage])
+
+    @functools.cached_property
+    def _of_block(self) -> float:
+        """Seconds of a sequence on a block."""
+        small, large = self.net.blocks[0], self.net.blocks[-1]
+        more = self._blocks_of(large, self._middle) - self._blocks_of(small, self._middle)
+        if not more:
+            return self._sequence(small, self._middle) / self._blocks_of(small, self._middle)
+        return (self._sequence(large, self._middle) - self._sequence(small, self._middle)) / more
+
+    @functools.cached_property
+    def _beside(self) -> list[float]:
+        """Seconds of a sequence outside blocks, by stages of the smallest pipelines."""
+        blocks = self.net.blocks[0]
+        return [
+            self._sequence(blocks, stage) - self._of_block * self._blocks_of(blocks, stage) for stage in range(self.few)
+        ]
+
+    @functools.cached_property
+    def _forward(self) -> float:
+        """The share of computing that is not in a backward."""
+        line = self._alone(self.net.corners[0], self.first + self._middle * self.of_stage)
+        seconds = {"forward": 0.0, "backward": 0.0}
+        for span in line.spans:
+            if span.stream == COMPUTE and span.phase in seconds:
+                seconds[span.phase] += span.end - span.start
+        return seconds["forward"] / sum(seconds.values())
+
+
+def _by_place(stream: str, stage: int, ranks: int, of_stage: int) -> str:
+    """Return the name of a stream to another stage's rank by the distance to that."""
+    if not stream.startswith("to "):
+        return stream
+    away = (int(stream[3:]) // of_stage - stage) % ranks
+    return f"to {away - ranks if away == ranks - 1 else away}"
+
+
+def _named(stream: str, stage: int, within: int, ranks: int, of_stage: int) -> str:
+    """Return the stream's own name, from that of `_by_place`."""
+    if not stream.startswith("to "):
+        return stream
+    return f"to {(stage + int(stream[3:])) % ranks * of_stage + within}"

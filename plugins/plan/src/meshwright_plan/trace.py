@@ -1,0 +1,320 @@
+"""The steps of one rank, with what they hold, send and compute: on a planned world, or as they happen on a real one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshwright._compat.torch import arithmetic, written_arguments
+from meshwright.base.types import Batch, OptimizerFactory
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import ROOT_AXES, VIEWS, Degrees
+from meshwright.mesh.world import CONTROL_TAG
+from meshwright.model.weights import is_meta
+from meshwright.optim.config import EMAConfig
+from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.stack import Stack
+from meshwright.tensors.ops import is_on_meta, tensors_in, with_values
+from meshwright.tracing._compat import bound_arguments
+from meshwright.tracing.collectives import Collective, Recorder
+from meshwright.tracing.observe import Meter, name_of, storage_of
+from meshwright.train.loop.ema import EMA
+
+from .meter import Held, StepMeter
+
+Touched: TypeAlias = tuple[tuple[int, int], ...]
+"""(block, bytes of it), each block once."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned.
+
+    Attributes:
+        microbatches, rows, length: of a rank in a step; sequences of each, and their tokens.
+        layers: blocks of the model; 0: not known.
+        with_layers: makes the model with so many blocks, as `model` does on the meta device; None: it cannot.
+        expert_imbalance: how much more often than on average routers choose the busiest experts.
+        is_compiled: whether blocks are compiled; they are traced as written, and timed as fused operators.
+        chunked: groups whose collectives overlap with computing on parts; see `time.play`.
+        ema: of an average of the weights.
+    """
+
+    stack: Stack
+    degrees: Degrees
+    model: Callable[[], nn.Module]
+    optimizer: OptimizerFactory
+    microbatches: int = 1
+    rows: int = 1
+    length: int = 16
+    max_grad_norm: float | None = 1.0
+    grad_norm_type: float = 2.0
+    layers: int = 0
+    with_layers: Callable[[int], nn.Module] | None = None
+    expert_imbalance: float = 1.0
+    is_compiled: bool = False
+    chunked: tuple[str, ...] = ()
+    ema: EMAConfig | None = None
+
+    def at_depth(self, layers: int) -> Job:
+        """Return the job with a model of so many blocks, if it can be made."""
+        if self.with_layers is None or layers == self.layers:
+            return self
+        return replace(self, model=functools.partial(self.with_layers, layers), layers=layers)
+
+    def built(self, mesh: Mesh) -> tuple[nn.Module, StrategyManager]:
+        """Return the model and a manager of the job's strategies, which are real where their values matter."""
+        with with_values():
+            return self.model(), self.stack.build(mesh)
+
+    def batch(self, model: nn.Module) -> Batch:
+        """Return a microbatch with token ids in the vocabulary of the model."""
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
+        with with_values():
+            ids = torch.arange(self.rows * self.length).view(self.rows, self.length) % vocabulary
+            return {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator of a step, such as "aten.mm.default".
+
+    Attributes:
+        flops, shapes: of matrix products and attentions, see [Note: causal attention] in `kernels`; else 0 and empty.
+        bytes: read and written.
+        dtype: of the first given tensor; None: there is none.
+        call: index in `Trace.collectives`; None: it is no collective.
+        peer: place in its group of the sender or receiver of a message.
+        logged: length of `Trace.log` when it ended.
+        phase: "forward", "backward" or "optimizer", clipping included.
+    """
+
+    name: str
+    flops: int
+    bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype | None
+    call: int | None
+    reads: Touched = ()
+    writes: Touched = ()
+    peer: int | None = None
+    logged: int = 0
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step of one rank, after those that make what is kept.
+
+    Attributes:
+        peak, after: what was held at the peak, and between steps.
+        collectives: in the order in which they were issued, without messages of the control plane.
+        operations: likewise, collectives included.
+        log: (block, change in bytes) of all memory, beginning with what was held before the step.
+        owners: of the blocks in `log`; see [Note: owners] in `meter`.
+    """
+
+    rank: int
+    peak: Held
+    after: Held
+    collectives: tuple[Collective, ...]
+    operations: tuple[Operation, ...]
+    log: tuple[tuple[int, int], ...]
+    owners: Mapping[int, str] = field(default_factory=dict)
+
+
+class NoValues:
+    """Weights of a model that is never computed; see `meshwright.model.weights.Weights`."""
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def read(self, *_: Any) -> Tensor:
+        raise AssertionError("a plan reads no weights.")
+
+
+class _Timeline(Recorder):
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], meter: StepMeter) -> None:
+        super().__init__(groups, tags=[CONTROL_TAG])
+        self._meter = meter
+        self.operations: list[Operation] = []
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        known = len(self.calls)
+        super().observe(operation, args, kwargs, result)
+        call = known if len(self.calls) > known else None
+        given = list(tensors_in((args, kwargs)))
+        flops = arithmetic(operation, args, kwargs, result)
+        size = sum(each.numel() * each.element_size() for each in (*given, *tensors_in(result)))
+        shapes = tuple(tuple(each.shape) for each in given) if flops else ()
+        dtype = given[0].dtype if given else None
+        reads, writes = touched(self._meter, operation, args, kwargs, result)
+        peer = _peer_of(operation, args, kwargs) if call is not None else None
+        now, phase = self._meter.logged, self._meter.step_phase
+        self.operations.append(
+            Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
+        )
+
+
+def trace(job: Job, mesh: Mesh) -> Trace:
+    """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world.
+
+    Raises:
+        MeshwrightError: as training does.
+    """
+    return traces(job, mesh, [job.microbatches])[0]
+
+
+def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
+    """Trace steps with each of these numbers of microbatches, ascending, in the place of the job's; see `trace`."""
+    model, manager = job.built(mesh)
+    make_batch = functools.partial(job.batch, model)
+    batches = [make_batch() for _ in range(counts[0])]
+    meter = StepMeter(is_real=not mesh.world.is_planned)
+    meter.see(tensors_in(batches))
+    with meter:
+        manager.parallelize(model, NoValues() if mesh.world.is_planned and is_meta(model) else None)
+        del model
+        meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
+        optimizer = manager.build_optimizer(job.optimizer)
+        if job.ema is not None:
+            # The optimizer keeps it.
+            EMA(manager, job.ema)
+
+    def step(given: list[Batch]) -> _Timeline:
+        meter.begin()
+        timeline = _Timeline(groups(manager.mesh), meter)
+        meter.after = timeline
+        with meter, _told_modules(manager.model_parts, meter):
+            _step(manager, job, given, meter)
+        meter.after = None
+        meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
+        return timeline
+
+    # The first steps make what is kept, such as the state of the optimizer, from few tokens.
+    for _ in range(manager.settles_after):
+        step(batches[:1])
+    found = []
+    for count in counts:
+        more = [make_batch() for _ in range(count - len(batches))]
+        meter.see(tensors_in(more))
+        batches += more
+        line = step(batches)
+        calls, operations = tuple(line.calls), tuple(line.operations)
+        held = meter.at_peak(), meter.now()
+        found.append(Trace(mesh.rank, *held, calls, operations, tuple(meter.log), meter.owners()))
+    return found
+
+
+@contextmanager
+def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None]:
+    """Tell the meter which module's forward runs, without numbers of blocks."""
+    names = {module: without_numbers(name) for part in parts for name, module in part.named_modules()}
+    outer: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        outer.append(meter.module)
+        meter.module = names.get(module, meter.module)
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        meter.module = outer.pop()
+
+    handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a module or parameter with "*" for the numbers of blocks."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of a mesh by the names of their axes and views."""
+    named = {name: mesh.group(name) for name in (*ROOT_AXES, *VIEWS)}
+    if mesh.degrees.ep > 1:
+        named |= {name: mesh.expert_mesh.get_group(name) for name in ("ep_shard", "ep")}
+    return named
+
+
+def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepMeter) -> None:
+    """Train a step as `train.loop.train_step` does."""
+    meter.phase = "activations"
+    num_tokens = manager.announce(batches)
+    loss = manager.forward_backward(batches, num_tokens=num_tokens)
+    parameters = [p for part in manager.model_parts for p in part.parameters()]
+    meter.own(parameters, "parameters")
+    meter.own((p.grad for p in parameters if p.grad is not None), "gradients")
+    meter.phase = "temporary"
+    norm = manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
+    manager.read(loss, norm)
+    manager.optimizer_step()
+    meter.phase = "other"
+
+
+# -- memory that operators touch, by the numbers of blocks in `meshwright.tracing.observe`
+
+
+def touched(
+    meter: Meter, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[Touched, Touched]:
+    """Return what an operator has read, and what it has written; views write nothing."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    changes = _changes(operation)
+    for place, value in (*enumerate(args), *kwargs.items()):
+        tensors = list(tensors_in(value))
+        if place in changes:
+            written += tensors
+        if place not in changes or place != "out":
+            read += tensors
+    if operation.namespace in ("c10d", "fsdp"):
+        given = bound_arguments(operation, args, kwargs)
+        written += tensors_in([value for name, value in given.items() if _receives(operation, name)])
+    reads, changed = _blocks(meter, read), _blocks(meter, written)
+    # The result of a view is the memory that it was given.
+    known = {block for block, _ in (*reads, *changed)}
+    made = tuple(each for each in _blocks(meter, tensors_in(result)) if each[0] not in known)
+    return reads, (*changed, *made)
+
+
+@functools.cache
+def _changes(operation: Any) -> frozenset[int | str]:
+    return frozenset(written_arguments(operation))
+
+
+def _receives(operation: Any, argument: str) -> bool:
+    """Return whether an operator writes an argument that its schema does not mark, as collectives do."""
+    name = operation.overloadpacket.__name__
+    if operation.namespace == "c10d":
+        return not argument.startswith("input") and name != "send"
+    return name == "all_gather_copy_in" and argument == "all_gather_output"
+
+
+def _peer_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the place in its group of whom a message is for or from; None for other collectives."""
+    given = bound_arguments(operation, args, kwargs) if operation.namespace == "c10d" else {}
+    return next((given[name] for name in ("dst", "src") if name in given), None)
+
+
+def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        block = None if is_on_meta(tensor) else meter.live.get(id(storage_of(tensor)))
+        if block is not None:
+            # Several parts of one block count together, as those of a split that are concatenated.
+            size = found.get(block.number, 0) + tensor.numel() * tensor.element_size()
+            found[block.number] = min(size, block.size)
+    return tuple(found.items())

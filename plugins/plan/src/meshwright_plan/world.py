@@ -1,0 +1,227 @@
+"""One rank of a world of any size, within this process: tensors of parameters have no memory, and nothing is sent.
+
+[Note: what is real] Counts of tokens, masks, positions and plans are small and made of known numbers: they are
+computed, so that code can read them. What is made of parameters and activations has a shape and a dtype but no values.
+An operator on real tensors alone gives real ones, and so does one that makes integers out of nothing, up to `SMALL`
+bytes; all others do not.
+
+[Note: what code reads] Code reads what was not computed to find errors: are gradients finite, does a token act on
+another? A plan is of a model without errors, so a number that is read is 0, and tensors of one shape are equal.
+
+[Note: routing] The choices of routers are known: all candidates are chosen equally often, or with an imbalance of f the
+first ones (as many as a token chooses, on the first ranks) f times as often as on average. So what follows from them
+(how many rows an expert gets, and from where) is computed.
+
+[Note: what is received] Every rank has what this one has, so parts of all ranks are copies of this rank's. A sum is
+left as this rank's own share: what is summed besides what the world itself adds up are flags of errors and of use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright._compat.torch import UncompiledMode, is_asking_for_shapes, is_choice
+from meshwright.base.errors import MeshError, MeshwrightError
+from meshwright.mesh.world import World
+from meshwright.tensors.ops import has_values, is_on_meta, tensors_in
+from meshwright.tracing._compat import bound_arguments, forget_meshes, process_group, unwraps_itself
+from meshwright.tracing.observe import name_of
+
+from ._torch import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
+
+SMALL = 1 << 25
+"""Results of operators of up to this many bytes are computed."""
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+T = TypeVar("T")
+_COPIES_IN = "fsdp.all_gather_copy_in.default"
+_GIVEN = ("input_tensors", "input_tensor", "input", "inputs", "tensors", "tensor")
+_TAKEN = ("output_tensors", "output_tensor", "output", "outputs")
+
+
+class PlannedWorld(World):
+    """A world in which every rank has what this one has, and nothing is sent; see `planned_world`."""
+
+    computes = False
+
+    def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [value * self.size for value in sums], list(highs)
+
+    def raise_any(self, error: MeshwrightError | None) -> NoReturn:
+        raise error or MeshError("another rank has found an error.")
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+@contextmanager
+def planned_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[PlannedWorld]:
+    """Be a rank of a world that does not exist.
+
+    Args:
+        imbalance: of routing, at least 1; see [Note: routing].
+
+    Raises:
+        MeshError: this process is in a process group already, or there is no such rank.
+    """
+    if dist.is_initialized():
+        raise MeshError("a plan needs a process that is in no process group. Plan before any is started.")
+    if not 0 <= rank < size:
+        raise MeshError(f"there is no rank {rank} in a world of {size}.")
+    start_fake_group(rank, size)
+    try:
+        with _Planning(imbalance):
+            yield PlannedWorld(torch.device("cpu"), owns_group=True)
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+class _Planning(UncompiledMode):
+    """A dispatch mode that computes what is real and only that; see [Note: what is real]."""
+
+    def __init__(self, imbalance: float) -> None:
+        super().__init__()
+        self._fakes, self._imbalance = Fakes(), imbalance
+        self._empties: dict[tuple[Any, ...], Tensor] = {}
+        self._computed: set[tuple[Any, ...] | None] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.new_empty.default and 0 in args[1] and self._fakes.knows(args[0]):
+            return self._empty(func, types, args, kwargs)
+        if any(map(unwraps_itself, types)):
+            return NotImplemented
+        if func is torch.ops.prim.device.default:
+            return self._fakes.device(args[0])
+        if is_asking_for_shapes() or has_values():
+            return func(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        if any(map(self._fakes.knows, given)):
+            return self._of_fakes(func, types, args, kwargs, given)
+        if func.namespace in NAMESPACES:
+            return _received(func, args, kwargs)
+        devices = [each.type for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
+        places = devices or [each.device.type for each in given]
+        stays_on_meta = bool(places) and all(each == "meta" for each in places)
+        if torch.Tag.inplace_view in func.tags or func.namespace == "profiler" or stays_on_meta:
+            return func(*args, **kwargs)
+        if any(map(is_on_meta, given)) or any(each != "cpu" for each in devices):
+            return self._fakes.computed(func, types, args, kwargs)
+        return self._of_numbers(func, types, args, kwargs, given)
+
+    def _of_numbers(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Compute an operator on real tensors, if its result is small."""
+        if func.is_view:
+            # It has no memory of its own, so it can be made and looked at.
+            seen = func(*args, **kwargs)
+            return self._fakes.computed(func, types, args, kwargs) if _size(seen) > SMALL else seen
+        key = _key(func, args, kwargs)
+        if key is None or key not in self._computed:
+            try:
+                found = self._fakes.computed(func, types, args, kwargs)
+            except DEPENDS_ON_VALUES:
+                found = None
+            if _size(found) > SMALL or (not given and any(each.is_floating_point() for each in tensors_in(found))):
+                return found
+            self._computed.add(key)
+        return func(*args, **kwargs)
+
+    def _of_fakes(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        if (same := handed_on(func, given)) is not None:
+            return same
+        if name_of(func) == "aten._local_scalar_dense.default":
+            return _zero(given[0].dtype)
+        if func is torch.ops.aten.equal.default:
+            return given[0].shape == given[1].shape
+        if name_of(func) == "aten._unsafe_view.default":
+            # The same for its tensors, and torch keeps what it has found out.
+            func = torch.ops.aten.view.default
+        if name_of(func) == _COPIES_IN and not self._fakes.knows(args[1]):
+            # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and returned.
+            _, buffer, _, size, rank = args
+            return buffer.narrow(0, size * rank, size), buffer
+        found = self._fakes.computed(func, types, args, kwargs)
+        if is_choice(func):
+            return found[0], choices(found[1].shape, given[0].shape[-1], self._imbalance)
+        return found
+
+    def _empty(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Reuse empty tensors: FSDP makes one for each rank that has no rows of a parameter, and keeps none."""
+        key = (tuple(args[1]), args[0].dtype, *sorted((name, str(value)) for name, value in kwargs.items()))
+        if key not in self._empties:
+            self._empties[key] = self._fakes.computed(func, types, args, kwargs)
+        return self._empties[key]
+
+
+def choices(shape: Sequence[int], candidates: int, imbalance: float) -> Tensor:
+    """Return what each token chooses, in the last dim of `shape`; see [Note: routing]."""
+    made = torch.arange(math.prod(shape)).view(-1, shape[-1]) % candidates
+    if imbalance > 1.0 and shape[-1] < candidates:
+        drawn = min(1.0, (imbalance - 1) / (candidates / shape[-1] - 1))
+        made[: round(drawn * len(made))] = torch.arange(shape[-1])
+    return made.view(*shape)
+
+
+def _size(made: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_in(made))
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what determines the size of an operator's results; None where tensors are nested."""
+    told: list[Any] = [func]
+    for value in (*args, *kwargs.items()):
+        if isinstance(value, Tensor):
+            told.append((value.shape, value.dtype, value.stride()))
+        elif isinstance(value, tuple | list | Mapping) and any(True for _ in tensors_in(value)):
+            return None
+        else:
+            told.append(repr(value))
+    return tuple(told)
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float | complex:
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0j if dtype.is_complex else 0
+
+
+@torch.no_grad()
+def _received(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation of torch.distributed on real tensors and write what it would receive."""
+    arguments = bound_arguments(operation, args, kwargs)
+    result = operation(*args, **kwargs)
+    group = arguments.get("process_group", arguments.get("group_name"))
+    given = _side(arguments, _GIVEN)
+    if group is None or not given:
+        return result
+    mine = torch.cat([each.reshape(-1) for each in given])
+    members = process_group(group)
+    if "all_to_all" in str(operation) or "alltoall" in str(operation):
+        # What each rank sends to this one.
+        part = mine.numel() // members.size()
+        mine = mine[members.rank() * part : (members.rank() + 1) * part]
+    for other in _side(arguments, _TAKEN) or list(tensors_in(result)):
+        if 0 < mine.numel() <= other.numel():
+            other.copy_(mine.repeat(other.numel() // mine.numel()).view_as(other))
+        elif other.numel():
+            # A part of a sum.
+            start = members.rank() * other.numel()
+            other.copy_(mine[start : start + other.numel()].view_as(other))
+    return result
+
+
+def _side(arguments: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:
+    return next((list(tensors_in(arguments[name])) for name in names if name in arguments), [])

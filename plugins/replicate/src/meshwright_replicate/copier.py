@@ -1,0 +1,243 @@
+"""Copy a run's state into the memory of its nodes while it trains.
+
+[Note: copies] `Copier.copy` returns when this rank's part is in host memory. A thread with a process group of its own
+hands it to the keeper of its node, and sends it to that of the next node. When all ranks have done so, the first one
+makes the manifest, and each rank has its keeper seal the step. A step that is due before that is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwright.base.errors import ConfigError
+from meshwright.base.stopping import Stopped
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.checkpoint.index import payload_name
+from meshwright.checkpoint.keys import Key
+from meshwright.checkpoint.manifest import StoredFile, sealed
+from meshwright.checkpoint.saving import Content, content_of
+from meshwright.files.terminal import warn
+from meshwright.mesh.world import new_group
+from meshwright.strategy.contract import StrategyManager
+
+from .keepers import Keepers
+from .room import Room, Rooms, nbytes_of
+from .wire import Link
+
+_CHUNK = 1 << 20
+_CHUNKS_A_SECOND = 20
+_COPIES = 2
+"""Steps that are held at a time: the last one, and the one that is being written."""
+
+
+class Copier:
+    """Copies steps; see [Note: copies]. A context manager. All methods are collective.
+
+    Args:
+        manager: whose state is copied.
+        keepers: of the world.
+        run: id of the run.
+        step: that the run resumes from; keepers drop later steps, and those of other runs.
+        every: steps between copies.
+        bandwidth: bytes per second that a rank sends to another node; None: no limit.
+        key: that manifests are signed with.
+        memory_bytes: of this node.
+        tell: called on the first rank with the numbers `copied` and `left_out`, now and then and at the end.
+
+    Attributes:
+        copied: number of steps that are complete in memory.
+        left_out: number of steps that were due, but not copied.
+        last: the last step that is complete; None: none.
+    """
+
+    def __init__(
+        self,
+        manager: StrategyManager,
+        keepers: Keepers,
+        *,
+        run: str,
+        step: int,
+        every: int = 1,
+        bandwidth: float | None = None,
+        key: Key | None = None,
+        memory_bytes: int,
+        tell: Callable[..., None],
+    ) -> None:
+        self._manager, self._keepers, self._run = manager, keepers, run
+        self._every, self._bandwidth, self._key, self._tell = every, bandwidth, key, tell
+        self._memory_bytes = memory_bytes
+        self._group, self._agreement, self._rooms = new_group("gloo"), Agreement(), Rooms()
+        self._thread: threading.Thread | None = None
+        self._links: list[Link] = []
+        self._failed, self._has_ceased = "", False
+        self._checked = 0
+        self.copied = self.left_out = 0
+        self.last: int | None = None
+        keepers.keep(run, step, manager.mesh.world)
+
+    def is_due(self, step: int) -> bool:
+        return not self._has_ceased and step % self._every == 0
+
+    def copy(
+        self, step: int, *, scheduler: LRScheduler | None = None, extra: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        """Copy the state after so many steps, unless the previous copy is not finished on all ranks. Collective.
+
+        Args:
+            extra: returns further JSON values.
+
+        Raises ConfigError, on all ranks, if copies do not fit into the memory of a node.
+        """
+        if not self._is_ready(step):
+            return
+        content = content_of(
+            self._manager, self._group, step=step, scheduler=scheduler, extra=extra(), agreement=self._agreement
+        )
+        self._check_memory(nbytes_of(content.tensors))
+        room = self._rooms.filled(content.tensors)
+        self._thread = threading.Thread(target=self._hand_over, args=(content, room, step), name="meshwright-copies")
+        self._thread.start()
+
+    def _is_ready(self, step: int) -> bool:
+        is_busy = self._thread is not None and self._thread.is_alive()
+        busy, failed = self._manager.mesh.world.reduce_ints([is_busy, bool(self._failed)])
+        is_first = self._manager.mesh.rank == 0
+        if failed and not busy:
+            self._has_ceased = True
+            if is_first:
+                warn(
+                    f"state is no longer copied to memory, from step {step} on: {self._failed or 'a rank cannot'}. The "
+                    f"run goes on, and checkpoints are saved as before.",
+                    stacklevel=4,
+                )
+            return False
+        if not busy:
+            return True
+        self.left_out += 1
+        if is_first and self.left_out & (self.left_out - 1) == 0:
+            self._tell(copied=self.copied, left_out=self.left_out, step=step)
+        return False
+
+    def _check_memory(self, mine: int) -> None:
+        """Refuse copies that do not fit, whenever the state has changed its size. Collective."""
+        if self._checked == self._agreement.times:
+            return
+        self._checked, world = self._agreement.times, self._manager.mesh.world
+        every = self._every_size(mine)
+        nodes, here = self._keepers.nodes, self._keepers.here
+        held = [here, (here - 1) % len(nodes)] if len(nodes) > 1 else [here]
+        needed = _COPIES * sum(every[rank] for number in held for rank in nodes[number].ranks)
+        wrong = (
+            f"checkpoint.replicate holds {_COPIES} copies of the state of ranks, {needed / 1e9:,.1f} GB on this node, "
+            f"which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or checkpoint.replicate=null."
+        )
+        world.raise_together(ConfigError(wrong) if needed > self._memory_bytes else None)
+
+    def _every_size(self, mine: int) -> list[int]:
+        every: list[int] = [0] * self._manager.mesh.world.size
+        dist.all_gather_object(every, mine, group=self._group)
+        return every
+
+    def _hand_over(self, content: Content, room: Room, step: int) -> None:
+        """Run in the thread."""
+        try:
+            error, files = "", {}
+            try:
+                files = self._put(content, room, step)
+            except Exception as caught:
+                # The other ranks wait for this one's result.
+                error = f"rank {self._manager.mesh.rank}: {caught}"
+            manifest, error = self._completed(content, error, files)
+            if manifest is None:
+                self._failed = error
+                return
+            self._links[0].ask("seal", run=self._run, step=step, manifest=manifest)
+            self.copied, self.last = self.copied + 1, step
+        except Exception as caught:
+            # The keeper was killed, or another rank is gone, which the main thread will notice, too.
+            self._failed = f"{type(caught).__name__}: {caught}"
+
+    def _put(self, content: Content, room: Room, step: int) -> dict[str, StoredFile]:
+        """Hand this rank's files to the keepers; return their sizes and checksums."""
+        keepers, next_node = self._keepers, self._keepers.next_node
+        if not self._links:
+            nodes = [keepers.here] + ([] if next_node is None else [next_node])
+            self._links = [keepers.link(node) for node in nodes]
+        own, *others = self._links
+        payload = payload_name(self._manager.mesh.rank)
+        files = {payload: _stored(room.view)}
+        own.ask("put", room.file, run=self._run, step=step, name=payload, size=room.size)
+        for link in others:
+            self._send(link, step, payload, room.view)
+        for name, text in content.texts.items():
+            for link in self._links:
+                self._send(link, step, name, memoryview(text))
+            files[name] = _stored(text)
+        return files
+
+    def _send(self, link: Link, step: int, name: str, view: memoryview) -> None:
+        link.ask("put", None, self._paced(view), run=self._run, step=step, name=name, size=view.nbytes)
+
+    def _paced(self, view: memoryview) -> Iterator[memoryview]:
+        """Yield parts of some bytes, as slowly as the bandwidth demands."""
+        began, rate = time.monotonic(), self._bandwidth
+        chunk = _CHUNK if rate is None else max(1, min(_CHUNK, int(rate / _CHUNKS_A_SECOND)))
+        for begin in range(0, view.nbytes, chunk):
+            if rate is not None:
+                time.sleep(max(0.0, began + begin / rate - time.monotonic()))
+            yield view[begin : begin + chunk]
+
+    def _completed(self, content: Content, error: str, files: Mapping[str, StoredFile]) -> tuple[str | None, str]:
+        """Return the manifest of a step that all ranks have handed over, or what went wrong. Collective."""
+        is_first = self._manager.mesh.rank == 0
+        found: list[Any] = [None] * self._manager.mesh.world.size
+        dist.gather_object((error, dict(files)), found if is_first else None, group=self._group, group_dst=0)
+        box: list[Any] = [(None, "")]
+        if is_first:
+            wrong = "; ".join([each for each, _ in found if each][:5])
+            every = {name: stored for _, each in found for name, stored in each.items()}
+            # Tensors first, so that each rank verifies its own part if there are as many ranks as before.
+            ordered = dict(sorted(every.items(), key=lambda each: (not each[0].startswith("tensors-"), each[0])))
+            box[0] = (None if wrong else sealed(replace(content.manifest, files=ordered), self._key), wrong)
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        result: tuple[str | None, str] = box[0]
+        return result
+
+    def close(self) -> None:
+        """Wait for the last copy, and have keepers drop all steps of the finished run. Collective."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._manager.mesh.rank == 0:
+            self._tell(copied=self.copied, left_out=self.left_out)
+        failed = self._manager.mesh.world.reduce_ints([bool(self._failed)])[0]
+        if not failed:
+            self._keepers.keep(self._run, -1, self._manager.mesh.world)
+        for link in self._links:
+            link.close()
+        dist.destroy_process_group(self._group)
+
+    def __enter__(self) -> Copier:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Stopped) and self._thread is not None:
+            # All ranks have stopped in order, and others may still wait for this one's copy.
+            self._thread.join()
+        # After an error the other ranks may never get here.
+        if error_type is None:
+            self.close()
+
+
+def _stored(view: memoryview | bytes) -> StoredFile:
+    return StoredFile(memoryview(view).nbytes, hashlib.sha256(view).hexdigest())

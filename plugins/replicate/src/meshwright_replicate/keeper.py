@@ -1,0 +1,260 @@
+"""The process that holds copies of state on one node: `python -m meshwright_replicate.keeper SOCKET PID IDENTITY`.
+
+[Note: nothing is left] Copies are in anonymous memory (memfd), which vanishes with the process. Its socket (see
+`socket_file`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
+the ranks. It has a session of its own, since torchrun kills the process groups of its ranks, and ignores the signals
+that schedulers send to all processes; only SIGKILL ends it earlier.
+
+[Note: steps that are kept] A step is written file by file, and sealed by its manifest once all ranks have handed over
+all files everywhere. Then earlier steps are dropped. So at any time either the last sealed step is complete on the
+remaining keepers, or none of them has dropped the one before. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.processes import await_end
+
+from . import socket_file, wire
+
+_LOOK_S = 0.5
+STRANGERS = 64
+"""Connections from other nodes that have not proven yet that they know the token; more wait to be accepted."""
+FRIENDS = 1024
+"""Connections that have; more are refused."""
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class File:
+    """An open file in memory, and its size."""
+
+    file: int
+    size: int
+
+
+@dataclass
+class Step:
+    """Files of a step, and the text of its manifest once it is sealed."""
+
+    files: dict[str, File] = field(default_factory=dict)
+    manifest: str | None = None
+
+
+class Shelf:
+    """The steps of one run."""
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._steps: dict[int, Step] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, run: str, step: int) -> None:
+        """Drop all steps that are later than the one a run resumes from, or of another run."""
+        with self._lock:
+            for number in list(self._steps):
+                if run != self._run or number > step:
+                    self._drop(number)
+            self._run = run
+
+    def put(self, run: str, step: int, name: str, file: File) -> None:
+        """Take over a file. Raises OSError if it is of another run, or of a sealed step."""
+        with self._lock:
+            kept = self._steps.get(step, Step())
+            if run != self._run or kept.manifest is not None:
+                os.close(file.file)
+                raise OSError(f"step {step} of run {run!r} is not expected")
+            self._steps[step] = kept
+            before = kept.files.pop(name, None)
+            if before is not None:
+                os.close(before.file)
+            kept.files[name] = file
+
+    def seal(self, run: str, step: int, manifest: str) -> None:
+        """Mark a step as complete, and drop earlier ones; see [Note: steps that are kept]."""
+        with self._lock:
+            if run != self._run or step not in self._steps:
+                raise OSError(f"step {step} of run {run!r} is not here")
+            self._steps[step].manifest = manifest
+            for number in list(self._steps):
+                if number < step:
+                    self._drop(number)
+
+    def listed(self) -> dict[str, Any]:
+        with self._lock:
+            steps = {
+                str(number): {
+                    "manifest": kept.manifest,
+                    "files": {name: file.size for name, file in kept.files.items()},
+                }
+                for number, kept in self._steps.items()
+            }
+            return {"run": self._run, "steps": steps}
+
+    def opened(self, step: int, name: str) -> File:
+        """Return a duplicate of a file's descriptor. Raises OSError if there is no such file."""
+        with self._lock:
+            file = self._steps.get(step, Step()).files.get(name)
+            if file is None:
+                raise OSError(f"no {name} of step {step}")
+            return File(os.dup(file.file), file.size)
+
+    def _drop(self, number: int) -> None:
+        for file in self._steps.pop(number).files.values():
+            os.close(file.file)
+
+
+class Keeper:
+    """Answers ranks, with a thread for each connection. Its `id` is unique."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self._shelf = Shelf()
+        self._token = ""
+        self._port = 0
+        self._lock = threading.Lock()
+        self._strangers, self._friends = threading.Semaphore(STRANGERS), threading.Semaphore(FRIENDS)
+
+    def listen(self, listener: socket.socket, *, is_local: bool) -> None:
+        """Accept connections, in the background."""
+        threading.Thread(target=self._accept, args=(listener, is_local), daemon=True).start()
+
+    def _accept(self, listener: socket.socket, is_local: bool) -> None:
+        while True:
+            if not is_local:
+                self._strangers.acquire()
+            try:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._serve, args=(connection, is_local), daemon=True).start()
+            except (OSError, RuntimeError):
+                # There are as many open files or threads as allowed; some will end.
+                if not is_local:
+                    self._strangers.release()
+                threading.Event().wait(_LOOK_S)
+
+    def _serve(self, connection: socket.socket, is_local: bool) -> None:
+        with connection, suppress(OSError):
+            if is_local:
+                wire.check_user(connection)
+            else:
+                try:
+                    wire.admit(connection, self._token)
+                finally:
+                    self._strangers.release()
+                connection.settimeout(None)
+            if not self._friends.acquire(blocking=False):
+                return
+            try:
+                self._converse(connection, is_local)
+            finally:
+                self._friends.release()
+
+    def _converse(self, connection: socket.socket, is_local: bool) -> None:
+        while True:
+            message, file = wire.receive(connection)
+            try:
+                self._answer(connection, message, file, is_local)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                wire.send(connection, {"error": f"{type(error).__name__}: {error}"})
+
+    def _answer(self, connection: socket.socket, message: dict[str, Any], file: int | None, is_local: bool) -> None:
+        """Answer a message. Ranks of other nodes may only put, take and list."""
+        what, answer = message["do"], {}
+        if what == "take":
+            self._give(connection, message, is_local)
+            return
+        # Errors of the connection itself end it, unlike those of the shelf.
+        received = self._received(connection, message, file) if what == "put" else None
+        try:
+            if received is not None:
+                self._shelf.put(message["run"], message["step"], message["name"], received)
+            elif what == "list":
+                answer = {"id": self.id, **self._shelf.listed()}
+            elif what == "keep" and is_local:
+                self._shelf.keep(message["run"], message["step"])
+            elif what == "seal" and is_local:
+                self._shelf.seal(message["run"], message["step"], message["manifest"])
+            elif what == "serve" and is_local:
+                answer = {"port": self._serving(message["host"], message["token"])}
+            else:
+                raise ValueError(f"{what} is nothing that a keeper does")
+        except OSError as error:
+            answer = {"error": str(error)}
+        wire.send(connection, answer)
+
+    def _serving(self, host: str, token: str) -> int:
+        """Serve ranks of other nodes that know this token, and no earlier one; return the port."""
+        with self._lock:
+            self._token = token
+            if not self._port:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                listener = socket.create_server((host, 0), family=family, backlog=128)
+                self._port = int(listener.getsockname()[1])
+                self.listen(listener, is_local=False)
+            return self._port
+
+    def _give(self, connection: socket.socket, message: dict[str, Any], is_local: bool) -> None:
+        try:
+            kept = self._shelf.opened(message["step"], message["name"])
+        except OSError as error:
+            wire.send(connection, {"error": str(error)})
+            return
+        try:
+            if is_local:
+                wire.send(connection, {"size": kept.size}, kept.file)
+                return
+            begin, size = int(message["begin"]), int(message["size"])
+            if not 0 <= begin <= begin + size <= kept.size:
+                raise ValueError(f"{size} bytes at {begin} of {kept.size}")
+            wire.send(connection, {"size": size})
+            if size:
+                whole = memoryview(mmap.mmap(kept.file, kept.size, prot=mmap.PROT_READ))
+                connection.sendall(whole[begin : begin + size])
+        finally:
+            os.close(kept.file)
+
+    @staticmethod
+    def _received(connection: socket.socket, message: dict[str, Any], file: int | None) -> File:
+        """Return the file that came with a message, or the bytes that follow it, in memory."""
+        size = message["size"]
+        if file is not None:
+            return File(file, int(size))
+        file = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, size)
+            if size:
+                # The mapping is freed with its last view, which an error may hold for a while.
+                wire.fill(connection, memoryview(mmap.mmap(file, size)))
+        except BaseException:
+            os.close(file)
+            raise
+        return File(file, size)
+
+
+def main(path: Path, pid: int, identity: str) -> None:
+    """Serve at a socket until the process that started the ranks has ended."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    listener = socket_file.listen_at(path)
+    if listener is None:
+        # There is a keeper already.
+        return
+    Keeper().listen(listener, is_local=True)
+    await_end(pid, identity)
+    socket_file.remove(path)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,213 @@
+"""The keepers of all nodes, as a rank reaches them: its own node's by a socket file, the others by TCP."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from meshwright.base.errors import ConfigError, RankError
+from meshwright.base.processes import identity_of, launcher_pid
+from meshwright.base.safe_path import PYTHON
+from meshwright.mesh.world import World
+
+from . import wire
+from .socket_file import socket_path
+from .wire import Link
+
+_START_S = 30.0
+_LOOK_S = 0.02
+_ANYWHERE = "0.0.0.0"
+
+
+class Node(NamedTuple):
+    """A node that has ranks: the id of its keeper, its ranks, and host and port of the keeper for other nodes."""
+
+    keeper: str
+    ranks: tuple[int, ...]
+    address: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Keepers:
+    """The keepers of a world.
+
+    Attributes:
+        nodes: in the order of their first ranks.
+        here: number of this rank's node.
+    """
+
+    nodes: tuple[Node, ...]
+    here: int
+    token: str
+
+    @property
+    def next_node(self) -> int | None:
+        """The node that has the second copy of this node's state; None if there is only one node."""
+        return (self.here + 1) % len(self.nodes) if len(self.nodes) > 1 else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return dist.get_rank() == self.nodes[self.here].ranks[0]
+
+    def link(self, node: int) -> Link:
+        """Connect to a keeper. Raises OSError."""
+        if node == self.here:
+            return _own_link()
+        address = self.nodes[node].address
+        if address is None:
+            raise OSError("the keeper has no address")
+        connection = socket.create_connection(address, timeout=wire.PATIENCE_S)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.introduce(connection, self.token)
+        except OSError:
+            connection.close()
+            raise
+        return Link(connection)
+
+    def listed(self, world: World) -> list[Mapping[str, Any]]:
+        """Return what each keeper has; nothing for one that does not answer. Collective."""
+        mine: dict[str, Any] = {"run": "", "steps": {}}
+        if self.leads:
+            try:
+                mine = _asked_own("list")
+            except OSError:
+                # It was killed, and its copies are gone.
+                mine = {"run": "", "steps": {}}
+        found = _gathered(mine, world)
+        return [found[node.ranks[0]] for node in self.nodes]
+
+    def keep(self, run: str, step: int, world: World) -> None:
+        """Have all keepers drop what a run that resumes from a step does not need. Collective. Raises RankError."""
+
+        def work() -> None:
+            try:
+                if self.leads:
+                    _asked_own("keep", run=run, step=step)
+            except OSError as error:
+                raise RankError(f"the process that holds copies of state does not answer: {error}.") from error
+
+        world.together(work)
+
+
+def open_keepers(world: World) -> Keepers:
+    """Find the keeper of each node, or start one. Collective. Raises ConfigError or RankError."""
+    keeper = world.together(_found_or_started)
+    found = _gathered(keeper, world)
+    nodes = [
+        Node(each, tuple(rank for rank, other in enumerate(found) if other == each)) for each in dict.fromkeys(found)
+    ]
+    here = next(number for number, node in enumerate(nodes) if node.keeper == keeper)
+    token = world.from_first(lambda: secrets.token_hex(32))
+    if len(nodes) > 1:
+        host = _address_towards(os.environ.get("MASTER_ADDR", ""))
+        is_one_machine = all(map(_is_loopback, _gathered(host, world)))
+        is_first = world.rank == nodes[here].ranks[0]
+        address = world.together(lambda: _address(host, token, is_one_machine=is_one_machine) if is_first else None)
+        addresses = _gathered(address, world)
+        nodes = [node._replace(address=addresses[node.ranks[0]]) for node in nodes]
+    return Keepers(tuple(nodes), here, token)
+
+
+def _gathered(value: Any, world: World) -> list[Any]:
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, value, group=world.group)
+    return found
+
+
+def _found_or_started() -> str:
+    """Return the id of this node's keeper, which the node's first rank starts if there is none."""
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED") or not identity_of(os.getpid()):
+        raise ConfigError("checkpoint.replicate needs Linux, with /proc. Leave it out.")
+    try:
+        _socket()
+    except OSError as error:
+        raise ConfigError(f"checkpoint.replicate has no place for its socket: {error}.") from error
+    starts, until = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + _START_S
+    while True:
+        try:
+            return str(_asked_own("list")["id"])
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RankError(
+                    f"the process that holds copies of state (checkpoint.replicate) did not answer within "
+                    f"{_START_S:g} s: {error}."
+                ) from error
+        if starts:
+            starts = False
+            _start()
+        time.sleep(_LOOK_S)
+
+
+def _start() -> None:
+    pid = launcher_pid()
+    command = [*PYTHON, "-m", f"{__package__}.keeper", str(_socket()), str(pid), identity_of(pid)]
+    # See [Note: nothing is left] in `keeper`. It must not hold open what others wait to see closed.
+    nothing = subprocess.DEVNULL
+    started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    # Nobody waits for it; without a return code Python would warn.
+    started.returncode = 0
+
+
+def _socket() -> Path:
+    """Return the path of the socket of the keeper: one for each process that starts ranks."""
+    return socket_path(hashlib.sha256(identity_of(launcher_pid()).encode()).hexdigest()[:32])
+
+
+def _own_link() -> Link:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(_socket()))
+        wire.check_user(connection)
+    except OSError:
+        connection.close()
+        raise
+    return Link(connection)
+
+
+def _asked_own(what: str, **values: Any) -> dict[str, Any]:
+    link = _own_link()
+    try:
+        return link.ask(what, **values)
+    finally:
+        link.close()
+
+
+def _address(host: str, token: str, *, is_one_machine: bool) -> tuple[str, int]:
+    """Return where other nodes reach this node's keeper, whose address in the ranks' network is `host`."""
+    # A node may know only its loopback; others call it by the name at which they all meet.
+    is_hidden = _is_loopback(host) and not is_one_machine
+    try:
+        port = _asked_own("serve", host=_ANYWHERE if is_hidden else host, token=token)["port"]
+    except OSError as error:
+        raise RankError(
+            f"the process that holds copies of state cannot be reached from other nodes: {error}."
+        ) from error
+    return (os.environ["MASTER_ADDR"] if is_hidden else host), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host in ("::1", "")
+
+
+def _address_towards(host: str) -> str:
+    """Return this node's address in the network of another host; "" if there is none."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            # Nothing is sent.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""

@@ -1,0 +1,19 @@
+"""Implement the hook `open_state_copies`: copies in the memory of nodes. Imports no torch until it is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.strategy.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from meshwright.mesh.world import World
+
+    from .copies import NodeMemory
+
+
+@hookimpl
+def open_state_copies(world: World) -> NodeMemory:
+    from .copies import NodeMemory
+
+    return NodeMemory(world)

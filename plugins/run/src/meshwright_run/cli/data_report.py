@@ -1,0 +1,154 @@
+"""Output of `meshwright data show`: rows, a histogram of lengths, a table of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.base.errors import DataError
+
+from ..data.run_rows import ShownRow, SourceSummary
+
+_BARS = 12
+_WIDTH = 50
+_LEARNT, _GIVEN, _FRAME = "bold green", "default", "dim"
+_COLOURS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
+
+
+def as_text(row: ShownRow, number: int, *, marks: bool) -> Text:
+    """Return a row; learnt tokens have another colour, or marks around them where there are no colours."""
+    learnt = sum(run.tokens for document in row.documents for run in document if run.learnt)
+    tokens = sum(run.tokens for document in row.documents for run in document)
+    columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
+    head = f"row {number}: {tokens} tokens in {_several(len(row.documents), 'document')}, {learnt} learnt{columns}"
+    text = Text(f"── {head} ──\n", style=_FRAME)
+    for place, document in enumerate(row.documents):
+        if place:
+            text.append(f"\n┄┄ document {place + 1} ┄┄\n", style=_FRAME)
+        for run in document:
+            shown = f"⟦{run.text}⟧" if run.learnt and marks else run.text
+            text.append(shown, style=_LEARNT if run.learnt else _GIVEN)
+    if row.padding:
+        text.append(f"\n┄┄ {_several(row.padding, 'token')} of padding ┄┄", style=_FRAME)
+    return text.append("\n")
+
+
+def as_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
+    """Return the lengths of documents as bars."""
+    lengths = np.concatenate([summary.lengths for summary in summaries]) if summaries else np.array([], np.int64)
+    text = Text("tokens of a document\n", style="bold")
+    if not len(lengths):
+        return text.append("no source has documents before the run reads them\n", style="default")
+    counts, edges = np.histogram(lengths, bins=bins_of(lengths, _BARS))
+    width = len(f"{int(edges[-1]):,}")
+    for count, start, stop in zip(counts, edges[:-1], edges[1:], strict=True):
+        bar = "█" * round(_WIDTH * count / counts.max()) or ("▏" if count else "")
+        label = f"{int(start):>{width},} to {int(stop) - 1:>{width},}"
+        text.append(f"  {label}  ", style="default").append(bar, style="blue").append(f" {count:,}\n", style="default")
+    median, most = int(np.median(lengths)), int(lengths.max())
+    return text.append(
+        f"  half have at most {median:,}; the longest has {most:,}; seq_len is {seq_len:,}\n", style="dim"
+    )
+
+
+def bins_of(lengths: np.ndarray, count: int) -> np.ndarray:
+    """Return the edges of about `count` bins of one round width; the last edge is above the longest length."""
+    most = int(lengths.max()) + 1
+    least = -(-most // count)
+    unit = 10 ** (len(str(least)) - 1)
+    width = next(step * unit for step in (1, 2, 5, 10) if step * unit >= least)
+    return np.arange(0, most + width, width)
+
+
+def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Table:
+    """Return a table of sources; `measured` is the fill of rows, if that depends on the order of documents."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("source", overflow="fold")
+    table.add_column("format")
+    for name in ["records", "documents", "tokens", "learnt", "rows", "fill", "cut", "dropped", "split"]:
+        table.add_column(name, justify="right")
+    for name in ("nothing learnt", "turns unanswered"):
+        table.add_column(name, justify="right")
+    for each in summaries:
+        counts, fill = each.counts, measured if each.fill is None else each.fill
+        numbers = (counts.records, counts.documents, counts.tokens)
+        left = (counts.cut, counts.dropped, counts.split, counts.unlearnt, counts.unanswered)
+        table.add_row(
+            each.name,
+            each.format,
+            *(f"{value:,}" for value in numbers),
+            f"{each.learnt:.1%}",
+            f"{each.rows:,}",
+            "" if fill is None else f"{fill:.1%}",
+            *(f"{value:,}" for value in left),
+        )
+    return table
+
+
+def draw(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
+    """Draw lengths of documents and shares of learnt tokens into a PNG file; raise DataError if that fails."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    lengths, shares = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_lengths(lengths, summaries, seq_len)
+    _draw_shares(shares, summaries)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=130)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _draw_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -> None:
+    values = [summary.lengths for summary in summaries]
+    if not any(map(len, values)):
+        return
+    bins = bins_of(np.concatenate(values), 40)
+    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(values))]
+    names = [_short(summary.name) for summary in summaries]
+    axes.hist(values, bins=bins, stacked=True, color=colours, label=names, edgecolor="white", linewidth=0.4)
+    axes.set_xlim(0, bins[-1])
+    if seq_len <= 1.5 * bins[-1]:
+        axes.set_xlim(0, max(bins[-1], seq_len * 1.03))
+        axes.axvline(seq_len, color="#333333", linestyle="--", linewidth=1, label=f"seq_len {seq_len:,}")
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("documents")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title("Lengths", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def _draw_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
+    names = [_short(summary.name) for summary in summaries]
+    tokens = np.array([summary.lengths.sum() for summary in summaries])
+    learnt = np.array([summary.learnt for summary in summaries]) * tokens
+    axes.barh(names, learnt, color="#4b9e5f", label="learnt")
+    axes.barh(names, tokens - learnt, left=learnt, color="#c9ced4", label="given")
+    for place, summary in enumerate(summaries):
+        axes.annotate(
+            f"{summary.learnt:.0%} learnt", (tokens[place], place), (6, 0), textcoords="offset points", va="center"
+        )
+    axes.set_xlim(0, max(tokens.max(initial=1), 1) * 1.3)
+    axes.invert_yaxis()
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens")
+    axes.set_title("What is learnt", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    axes.margins(y=max(0.05, 0.6 / (len(names) or 1)))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else f"...{name[-25:]}"
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

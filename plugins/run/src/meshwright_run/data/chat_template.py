@@ -1,0 +1,281 @@
+"""Write conversations by a chat template, and find the parts to learn in what it writes.
+
+[Note: answers] Each answer is learnt once, after the text that the model is given before it. A template with
+`{% generation %}` marks the answers itself. With others the text of the turns before an answer, with the request for
+it, must be the beginning of the text with the answer; the rest is the answer, up to the token that ends the turn. Many
+templates write earlier turns differently as a conversation goes on (without the reasoning, say). Then no single text
+holds all answers as the model is to give them, so the conversation becomes several documents: the full one, with the
+answers that are in it as they were given, and one that ends with each other answer.
+
+Source: transformers, `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from meshwright._compat.transformers import render_marked
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.files.parsing import read_regular, time_limit
+
+from .conversations import ANSWERS, REASONING, Conversation, LossOn
+from .tokenizer import Draft, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TODAY = datetime(2024, 7, 26)
+"""The date for templates that write today's: otherwise the tokens of a source would change overnight."""
+AT_MOST_S = 30.0
+"""For one conversation."""
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DIRECTIVES = ("%-d", "%-m", *(f"%{letter}" for letter in "dmYyBbAaHMSIpj"))
+_ADVICE = {
+    "TemplateSyntaxError": " It breaks at line {line}: correct chat_template.",
+    "UndefinedError": " It reads what this record does not have: add that, or give it as chat_template_kwargs.",
+    "TemplateError": " The template itself refuses it: change the record, or set another chat_template.",
+}
+_THOUGHT = "</think>"
+
+ResultT = TypeVar("ResultT")
+
+
+def read_chat_template(value: str) -> str:
+    """Return the template that `DataConfig.chat_template` gives: itself, or the content of a file."""
+    if any(sign in value for sign in ("{{", "{%", "\n")):
+        return value
+    path = Path(value).expanduser()
+    try:
+        return read_regular(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"chat_template: {value!r} holds no {{{{ ... }}}} and is taken for a path, but {path.absolute()} cannot "
+            f"be read: {reason}."
+        ) from None
+
+
+class ChatTemplate:
+    """A template with the special tokens of a tokenizer.
+
+    `special` and `added` are regular expressions for special tokens, and for all tokens that stand apart from text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+        if template is None and not tokenizer.chat_template:
+            raise ConfigError(
+                "conversations need a chat template, but the tokenizer has none. Set chat_template to a Jinja "
+                "template, or to the path of one; docs/conversations.md has an example."
+            )
+        self._tokenizer, self._given = tokenizer, template
+        tokens = tokenizer.added_tokens_decoder.values()
+        special = {*tokenizer.all_special_tokens, *(token.content for token in tokens if token.special)}
+        self.special = _any_of(special)
+        self.added = _any_of(special | {token.content for token in tokens})
+
+    def marks(self, conversation: Conversation) -> bool:
+        """Return whether the template marks what is learnt; it may have another one for tools."""
+        return _MARK.search(self._text(conversation)) is not None
+
+    def write(self, conversation: Conversation, *, ask: bool = False) -> str:
+        """Return the text of a conversation; `ask`: with the request for an answer at its end."""
+
+        def rendered() -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(conversation.messages),
+                    tools=list(conversation.tools) or None,
+                    chat_template=self._text(conversation),
+                    add_generation_prompt=ask,
+                    tokenize=False,
+                    **conversation.variables,
+                )
+            )
+
+        return _in_time(conversation, rendered)
+
+    def write_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": False, **conversation.variables}
+        template, tools = self._text(conversation), conversation.tools or None
+        return _in_time(conversation, lambda: render_marked(template, conversation.messages, tools, variables))
+
+    def ends(self, text: str) -> bool:
+        return re.search(rf"(?:{self.special})\s*\Z", text) is not None
+
+    def _text(self, conversation: Conversation) -> str:
+        """Return the template in which it is always `TODAY`."""
+        template: str = self._tokenizer.get_chat_template(self._given, [{}] if conversation.tools else None)
+        if "strftime_now" not in template:
+            return template
+        filters = "".join(f" | replace('{each}', '{TODAY.strftime(each)}')" for each in _DIRECTIVES)
+        # A name that a template defines hides the global one. The end of this line writes nothing.
+        return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+
+
+def _any_of(texts: set[str]) -> str:
+    return "|".join(re.escape(text) for text in sorted(texts, key=lambda text: (-len(text), text)) if text) or r"(?!)"
+
+
+def _in_time(conversation: Conversation, render: Callable[[], ResultT]) -> ResultT:
+    try:
+        with time_limit(AT_MOST_S, "the template"):
+            return render()
+    except Exception as error:  # templates raise whatever their authors thought of
+        roles = ", ".join(message["role"] for message in conversation.messages)
+        kind = type(error).__name__
+        advice = _ADVICE.get(kind, " Change the record, or set another chat_template.")
+        raise DataError(
+            f"{conversation.where}: the chat template cannot write this conversation (roles: {roles}): {kind}: {error}."
+            f"{advice.format(line=getattr(error, 'lineno', '?'))}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The text of the turns up to an answer, and where the answer is; open: nothing of the template ends it."""
+
+    text: str
+    span: Span
+    is_open: bool
+
+
+class Answers:
+    """Makes drafts of conversations with one template; see [Note: answers]."""
+
+    def __init__(self, template: ChatTemplate, loss_on: LossOn) -> None:
+        self._template, self._loss_on = template, loss_on
+
+    def drafts(self, conversation: Conversation) -> list[Draft]:
+        """Return the documents of a conversation; raise DataError where nothing is learnt, or a part is left out."""
+        if self._loss_on == "all":
+            text = self._template.write(conversation)
+            self._check_turns(conversation, text)
+            return [self._draft(text, None)]
+        answers = conversation.answers()
+        if not answers:
+            roles = ", ".join(message["role"] for message in conversation.messages)
+            raise DataError(
+                f"{conversation.where}: there is no answer to learn: no turn of the assistant after one of the user "
+                f"(roles: {roles}). Add one, leave the record out, or set loss_on=all."
+            )
+        if self._loss_on == "last_answer":
+            answers = answers[-1:]
+        # What stands behind the last answer is neither learnt nor read, but counted.
+        whole = conversation.until(answers[-1] + 1)
+        found = [self._marked(whole, answers[0])] if self._template.marks(whole) else [*self._unfolded(whole, answers)]
+        return [*found[:-1], replace(found[-1], unanswered=len(conversation.messages) - len(whole.messages))]
+
+    def _draft(self, text: str, spans: tuple[Span, ...] | None) -> Draft:
+        # Where the template ends no turn, the eos token does.
+        return Draft(text, spans, closed=not self._template.ends(text))
+
+    def _marked(self, conversation: Conversation, first: int) -> Draft:
+        text, spans = self._template.write_marked(conversation)
+        self._check_turns(conversation, text)
+        if any(message["role"] == ANSWERS for message in conversation.messages[:first]):
+            spans = spans[len(self._template.write_marked(conversation.until(first))[1]) :]
+        kept = tuple((start, stop) for start, stop in spans if stop > start)
+        if not kept:
+            raise DataError(
+                f"{conversation.where}: an answer of no tokens: the chat template writes nothing of it inside of its "
+                "{% generation %} marks. Correct the template, or the record."
+            )
+        return self._draft(text, kept)
+
+    def _unfolded(self, conversation: Conversation, answers: list[int]) -> Iterator[Draft]:
+        """Make several documents where one cannot hold all answers; the full conversation comes last."""
+        left = [self._answer(conversation, index) for index in answers]
+        documents = []
+        while left:
+            text = left[-1].text
+            inside = [each for each in left[:-1] if not each.is_open and text.startswith(each.text[: each.span[1]])]
+            inside.append(left[-1])
+            documents.append(self._draft(text, tuple(each.span for each in inside)))
+            left = [each for each in left if each not in inside]
+        return reversed(documents)
+
+    def _answer(self, conversation: Conversation, index: int) -> _Answer:
+        until = conversation.until(index + 1)
+        asked = self._template.write(conversation.until(index), ask=True)
+        text = self._template.write(until)
+        if not text.startswith(asked):
+            place = _common(asked, text)
+            raise DataError(
+                f"{conversation.where}: it cannot be told where the answer of turn {index + 1} begins: where the chat "
+                f"template asks for it, it writes {asked[place:][:60]!r}, but where it is given {text[place:][:60]!r}. "
+                "Set chat_template to one that has answers inside of {% generation %} marks, or, if this one has a "
+                "switch for it, chat_template_kwargs in the records."
+            )
+        self._check_turns(until, text)
+        stop = self._end(until, text, len(asked))
+        self._check_answer(until, text[len(asked) : stop])
+        content = conversation.messages[index].get("content", "").strip()
+        is_open = bool(content) and text.rstrip().endswith(content) and not self._template.ends(text)
+        return _Answer(text, (len(asked), stop), is_open)
+
+    def _end(self, conversation: Conversation, text: str, start: int) -> int:
+        """Return the end of an answer that begins at `start`: behind the token that ends the turn, if there is one."""
+        for tokens in (self._template.special, self._template.added):
+            tail = re.search(rf"(?:(?:{tokens})\s*)+\Z", text[start:])
+            if tail is None:
+                continue
+            ends = [start + tail.start() + found.end() for found in re.finditer(tokens, tail.group())]
+            if len(ends) > 1:
+                # Some templates end a text with one token more than a turn.
+                common = _common(text, self._template.write(conversation, ask=True))
+                ends = [end for end in ends if end <= common] or ends[:1]
+            return ends[-1]
+        return len(text)
+
+    def _check_answer(self, conversation: Conversation, written: str) -> None:
+        number, message = len(conversation.messages), conversation.messages[-1]
+        if not re.sub(self._template.special, "", written).strip():
+            raise DataError(
+                f"{conversation.where}: turn {number}: an answer of no tokens: the chat template writes nothing of it."
+            )
+        parts = {"content": message.get("content", "")}
+        if _THOUGHT in parts["content"]:
+            thought, _, said = parts["content"].partition(_THOUGHT)
+            parts = {"content": said, "thoughts (before </think>)": thought.replace("<think>", "")}
+        parts |= {name: message[name] for name in REASONING if isinstance(message.get(name), str)}
+        for call in message.get("tool_calls", ()):
+            parts["tool_calls"] = str((call.get("function") or call).get("name", ""))
+        for name, value in parts.items():
+            if value.strip() not in written:
+                raise _left_out(conversation, f"the {name} of turn {number}")
+
+    def _check_turns(self, conversation: Conversation, text: str) -> None:
+        """Refuse a template that leaves out tools or turns that are no answers, and turns with an end of their own."""
+        for tool in conversation.tools:
+            name = str((tool.get("function") or tool).get("name", ""))
+            if name not in text:
+                raise _left_out(conversation, f"the tool {name!r}")
+        for number, message in enumerate(conversation.messages, start=1):
+            content = message.get("content", "").strip()
+            # Some templates write results of tools as JSON.
+            if message["role"] != ANSWERS and content not in text and json.dumps(content)[1:-1] not in text:
+                raise _left_out(conversation, f"the content of turn {number} ({message['role']})")
+            ended = rf"{re.escape(content)}\s*(?:{self._template.special})"
+            if self._template.ends(content) and re.search(ended, text):
+                raise DataError(
+                    f"{conversation.where}: turn {number} ends with {content[-20:]!r}, but the chat template writes "
+                    "what ends a turn itself. Remove such tokens from the records: they hold what was said alone."
+                )
+
+
+def _left_out(conversation: Conversation, what: str) -> DataError:
+    return DataError(
+        f"{conversation.where}: the chat template leaves out {what}. Remove it from the record, or set chat_template "
+        "to one that writes it."
+    )
+
+
+def _common(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,237 @@
+"""Read the fields of records: texts, objects, and conversations, and which role may follow which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+from meshwright.base.errors import DataError, nearest
+
+from .sources import Record
+
+LossOn = Literal["answers", "last_answer", "all"]
+ANSWERS = "assistant"
+"""The role whose turns are learnt."""
+_SYSTEM = ("system", "developer")
+_TOOL = ("tool", "function", "ipython")
+ROLES = (*_SYSTEM, "user", ANSWERS, *_TOOL)
+_OTHER_NAMES = {"human": "user", "gpt": ANSWERS, "model": ANSWERS}
+"""Of roles, in collections that are older than chat templates."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of the reasoning before an answer, as transformers knows them."""
+
+Message = dict[str, Any]
+Refuse = Callable[[str], NoReturn]
+
+
+class Fields:
+    """Reads fields under the names that `SourceConfig.fields` gives them."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def name(self, field: str) -> str:
+        return self._names.get(field, field)
+
+    def find(self, record: Record, field: str) -> Any:
+        return record.value.get(self.name(field))
+
+    def need(self, record: Record, field: str) -> Any:
+        name = self.name(field)
+        if name not in record.value:
+            present = ", ".join(sorted(map(str, record.value))) or "none"
+            raise DataError(
+                f"{record.where}: no field {name!r}. Fields of this line: {present}.{nearest(name, record.value)} "
+                f"Say under `fields` what the source calls it, {{{field}: its name}}, or set another format."
+            )
+        return record.value[name]
+
+    def text(self, record: Record, field: str) -> str:
+        value = self.need(record, field)
+        if not isinstance(value, str):
+            self.refuse(record, field, value, "must hold a string")
+        check_text(value, record.where, f"field {self.name(field)!r}")
+        return value
+
+    def refuse(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:
+        raise DataError(
+            f"{record.where}: field {self.name(field)!r} holds {value!r:.80}, a {type(value).__name__}, but {rule}."
+        )
+
+    def mapping(self, record: Record, field: str) -> dict[str, Any]:
+        """Return the object in a field; empty where there is none."""
+        value = self.from_json(record, field)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.refuse(record, field, value, "must hold an object, or its JSON")
+        return dict(value)
+
+    def mappings(self, record: Record, field: str) -> tuple[dict[str, Any], ...]:
+        """Return the list of objects in a field; empty where there is none."""
+        value = self.from_json(record, field)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+            self.refuse(record, field, value, "must hold a list of objects, or its JSON")
+        return tuple(dict(each) for each in value)
+
+    def from_json(self, record: Record, field: str) -> Any:
+        """Return a value that tables often hold as JSON, since its keys differ from row to row."""
+        value = self.find(record, field)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{record.where}: field {self.name(field)!r} holds a text that is no JSON: {error}."
+            ) from None
+
+
+def check_text(text: str, where: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {what} holds half of a surrogate pair, {text[error.start]!r}, at character "
+            f"{error.start}; that is no text. Remove or repair it."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, tools (JSON schemas), variables of a template; the first `given` messages are not learnt."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+    variables: Mapping[str, Any]
+    where: str
+    given: int = 0
+
+    def until(self, stop: int) -> Conversation:
+        return replace(self, messages=self.messages[:stop])
+
+    def answers(self) -> list[int]:
+        """Return the indices of the messages to learn: those of the assistant that answer something."""
+        asked = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL)]
+        first = max(self.given, asked[0] if asked else len(self.messages))
+        return [index for index in range(first, len(self.messages)) if self.messages[index]["role"] == ANSWERS]
+
+    def _check_roles(self) -> None:
+        before = None
+        for number, message in enumerate(self.messages, start=1):
+            role = message["role"]
+            if reason := _disorder(role, before):
+                raise DataError(
+                    f"{self.where}: roles out of order: turn {number} is of {role!r}{reason}. Expected: system or "
+                    "developer first, if at all; then user and assistant in turn; tool after an assistant or a tool."
+                )
+            before = role
+
+
+def _disorder(role: str, before: str | None) -> str:
+    """Say why a role cannot follow another one; empty where it can."""
+    after = "and opens the conversation" if before is None else f"after one of {before!r}"
+    if role in _SYSTEM:
+        return "" if before in (None, *_SYSTEM) else f", {after}"
+    if role in _TOOL:
+        return "" if before in (ANSWERS, *_TOOL) else f", {after}"
+    return f", {after}: join the two" if role == before else ""
+
+
+class MessageReader:
+    """Reads conversations from the fields of records; raises DataError for what is none."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+        self._role, self._content = fields.name("role"), fields.name("content")
+
+    def conversation(self, record: Record, messages: Sequence[Message], given: int = 0) -> Conversation:
+        tools, variables = self._fields.mappings(record, "tools"), self._fields.mapping(record, "chat_template_kwargs")
+        found = Conversation(tuple(messages), tools, variables, record.where, given)
+        found._check_roles()
+        return found
+
+    def messages(self, record: Record, field: str) -> list[Message]:
+        self._fields.need(record, field)
+        value = self._fields.from_json(record, field)
+        if isinstance(value, Mapping):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            self._fields.refuse(record, field, value, "must hold a list of messages")
+        if not value:
+            raise DataError(
+                f"{record.where}: field {self._fields.name(field)!r} holds an empty conversation. It must hold at "
+                "least one message; leave such records out."
+            )
+        return [self._message(record, field, number, each) for number, each in enumerate(value, start=1)]
+
+    def _message(self, record: Record, field: str, number: int, value: Any) -> Message:
+        def refuse(problem: str) -> NoReturn:
+            raise DataError(f"{record.where}: field {self._fields.name(field)!r}, turn {number}: {problem}")
+
+        if not isinstance(value, Mapping):
+            refuse(f"holds {value!r:.80}, but a message is an object with {self._role!r} and {self._content!r}.")
+        # Tables write a null for what other messages have.
+        message = {str(key): each for key, each in value.items() if each is not None}
+        if not isinstance(message.get(self._role), str):
+            refuse(
+                f"has no {self._role!r} that is a text. Its fields: {', '.join(sorted(message)) or 'none'}. Say under "
+                f"`fields` what the source calls it, {{role: its name, content: its name}}."
+            )
+        role = message.pop(self._role)
+        role = _OTHER_NAMES.get(role, role)
+        if role not in ROLES:
+            refuse(f"role {role!r} is none of {', '.join(ROLES)}.")
+        content = _content(message.pop(self._content, None), refuse)
+        message = {"role": role, **({} if content is None else {"content": content}), **message}
+        if "tool_calls" in message:
+            message["tool_calls"] = [_tool_call(each, refuse) for each in message["tool_calls"]]
+        if role == ANSWERS:
+            if not (content or "").strip() and not message.get("tool_calls"):
+                refuse("an answer of no tokens: the assistant's turn is empty, and there is nothing to learn from it.")
+        elif content is None:
+            refuse(
+                f"the {role} has no {self._content!r}. Its fields: {', '.join(sorted(message))}. Say under "
+                "`fields` what the source calls it, {content: its name}."
+            )
+        return message
+
+
+def _content(value: Any, refuse: Refuse) -> str | None:
+    """Return the text of a message, which may be given in parts."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse(f"its content is {value!r:.80}, a {type(value).__name__}, but must be a text, or a list of texts.")
+    texts: list[str] = []
+    for part in value:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+        if not isinstance(text, str):
+            refuse(f'its content has the part {part!r:.80}. Parts must be {{"type": "text", "text": "..."}}.')
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(value: Any, refuse: Refuse) -> dict[str, Any]:
+    """Return a call whose arguments are an object, as templates expect them; many records hold their JSON."""
+    if not isinstance(value, Mapping):
+        refuse(f"the tool call {value!r:.80} is no object.")
+    if isinstance(value.get("function"), Mapping):
+        call = {key: each for key, each in value.items() if each is not None}
+        return {**call, "function": _with_arguments(value["function"])}
+    return _with_arguments(value)
+
+
+def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: each for key, each in function.items() if each is not None}
+    if isinstance(found.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(found["arguments"])
+            if isinstance(parsed, Mapping):
+                found["arguments"] = parsed
+    return found

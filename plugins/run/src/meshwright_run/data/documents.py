@@ -1,0 +1,262 @@
+"""Tokenized documents in memory-mapped arrays, and which documents are held out from training.
+
+[Note: held out] The side of a document depends only on its text: not on its place, its neighbours or the sequence
+length. So a corpus that grows or is reordered keeps its split, and copies of a document are never on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from meshwright.base.errors import DataError
+
+_HEADER_BYTES = 128
+_CHUNK = 1 << 20
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
+
+    Attributes:
+        tokens: (T,), uint16 or uint32, with special tokens.
+        ends: (D,), int64: where each document ends in `tokens`; the first begins at 0.
+        labelled: (T,), bool: tokens to be learnt; None: all. The first of a document is never predicted.
+        columns: int64 or float64: (D,) for one value a document, or (T,) for one a token.
+        group: this many consecutive documents belong together: 2 for preferences, chosen before rejected.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    labelled: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    group: int = 1
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends, prepend=0)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        of_tokens = {} if self.labelled is None else {"labelled": self.labelled}
+        columns = {f"column {name}": column for name, column in sorted(self.columns.items())}
+        return {"tokens": self.tokens, "ends": self.ends, **of_tokens, **columns}
+
+
+class ArrayFile:
+    """A .npy file of one dimension, written in pieces; its header is written last. Source: numpy.lib.format."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.path, self.dtype = path, dtype
+        self._count = 0
+        self._file = path.open("w+b")
+        self._file.write(bytes(_HEADER_BYTES))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(values.astype(self.dtype, copy=False).tobytes())
+        self._count += len(values)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        self._seek(start)
+        found = np.frombuffer(self._file.read((stop - start) * self.dtype.itemsize), self.dtype)
+        self._seek(self._count)
+        return found
+
+    def pieces(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the values from `start` on in pieces, each with its place."""
+        for position in range(start, self._count, _CHUNK):
+            yield position, self.read(position, min(position + _CHUNK, self._count))
+
+    def put(self, start: int, values: np.ndarray) -> None:
+        self._seek(start)
+        self._file.write(values.astype(self.dtype, copy=False).tobytes())
+        self._seek(self._count)
+
+    def take_out(self, start: int, stop: int) -> np.ndarray:
+        taken = self.read(start, stop)
+        for position, moved in self.pieces(stop):
+            self.put(position - (stop - start), moved)
+        self._count -= stop - start
+        self._seek(self._count)
+        self._file.truncate()
+        return taken
+
+    def close(self) -> None:
+        start = np.lib.format.magic(1, 0)
+        text = repr({"descr": self.dtype.str, "fortran_order": False, "shape": (self._count,)}).encode("latin1")
+        size = _HEADER_BYTES - len(start) - 2
+        with self._file:
+            self._file.seek(0)
+            self._file.write(start + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n")
+
+    def abandon(self) -> None:
+        """Close the file without its header: it is no array."""
+        self._file.close()
+
+    def _seek(self, place: int) -> None:
+        self._file.seek(_HEADER_BYTES + place * self.dtype.itemsize)
+
+
+def _paths(directory: Path, split: str, columns: int) -> tuple[Path, Path, Path, list[Path]]:
+    """Return the files of one side: tokens, ends, labelled, columns (by number, since a name may hold anything)."""
+    tokens, ends, labelled = (directory / f"{split}{part}.npy" for part in ("", ".ends", ".labelled"))
+    return tokens, ends, labelled, [directory / f"{split}.column{number}.npy" for number in range(columns)]
+
+
+def open_documents(directory: Path, split: str, columns: tuple[str, ...], group: int) -> Documents:
+    """Map documents that a `DocumentsFile` has written; raise OSError or ValueError where there are none."""
+    tokens, ends, labelled, others = _paths(directory, split, len(columns))
+    found = {name: _mapped(path) for name, path in zip(columns, others, strict=True)}
+    return Documents(_mapped(tokens), _mapped(ends), _mapped(labelled) if labelled.exists() else None, found, group)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    # An array without values cannot be mapped everywhere.
+    array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > _HEADER_BYTES else None)
+    return array
+
+
+def mixed_column(name: str) -> DataError:
+    return DataError(
+        f"column {name!r} has one number an example in some, and one for each token in others. Give all the same."
+    )
+
+
+class DocumentsFile:
+    """Documents that are written in parts; only the current part is in memory."""
+
+    def __init__(self, directory: Path, split: str, dtype: np.dtype, columns: tuple[str, ...]) -> None:
+        tokens, ends, self._labelled_path, others = _paths(directory, split, len(columns))
+        self._tokens, self._ends = ArrayFile(tokens, dtype), ArrayFile(ends, np.dtype(np.int64))
+        self._labelled: ArrayFile | None = None
+        self._columns = {name: _ColumnFile(path) for name, path in zip(columns, others, strict=True)}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def append(self, documents: Documents) -> None:
+        """Write documents; raise DataError where a column changes between a value a document and a value a token."""
+        if documents.labelled is not None and self._labelled is None:
+            self._labelled = ArrayFile(self._labelled_path, np.dtype(bool))
+            for _, piece in self._tokens.pieces():
+                self._labelled.append(np.ones(len(piece), bool))
+        if self._labelled is not None:
+            all_of_them = np.ones(len(documents.tokens), bool)
+            self._labelled.append(all_of_them if documents.labelled is None else documents.labelled)
+        for name, column in self._columns.items():
+            column.append(name, documents)
+        self._ends.append(documents.ends + len(self._tokens))
+        self._tokens.append(documents.tokens)
+
+    def take_out(self, first: int, stop: int) -> Documents:
+        begin = int(self._ends.read(first - 1, first)[0]) if first else 0
+        ends = self._ends.take_out(first, stop)
+        end = int(ends[-1])
+        for place, piece in self._ends.pieces(first):
+            self._ends.put(place, piece - (end - begin))
+        return Documents(
+            self._tokens.take_out(begin, end),
+            ends - begin,
+            None if self._labelled is None else self._labelled.take_out(begin, end),
+            {
+                name: column.file.take_out(*((begin, end) if column.of_tokens else (first, stop)))
+                for name, column in self._columns.items()
+            },
+        )
+
+    def close(self) -> None:
+        for file in self._files():
+            file.close()
+
+    def abandon(self) -> None:
+        """Close the files as they are: they are no documents."""
+        for file in self._files():
+            file.abandon()
+
+    def _files(self) -> list[ArrayFile]:
+        labelled = [] if self._labelled is None else [self._labelled]
+        return [self._tokens, self._ends, *labelled, *(column.file for column in self._columns.values())]
+
+
+class _ColumnFile:
+    """A column: int64 until the first value that is no whole number, then float64."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = ArrayFile(path, np.dtype(np.int64))
+        self.of_tokens: bool | None = None
+
+    def append(self, name: str, documents: Documents) -> None:
+        values = documents.columns[name]
+        if len(documents) != len(documents.tokens):
+            of_tokens = len(values) != len(documents)
+            if self.of_tokens not in (None, of_tokens):
+                raise mixed_column(name)
+            self.of_tokens = of_tokens
+        if values.dtype.kind == "f" and self.file.dtype.kind != "f":
+            whole = self.file
+            self.file = ArrayFile(whole.path.with_suffix(".real"), np.dtype(np.float64))
+            for _, piece in whole.pieces():
+                self.file.append(piece)
+            whole.abandon()
+            self.file.path = self.file.path.replace(whole.path)
+        self.file.append(values)
+
+
+# -- held out
+
+
+def place_of(document: str) -> float:
+    """Spread documents evenly over [0, 1) by their text; see [Note: held out]."""
+    digest = hashlib.blake2b(document.encode(), digest_size=6).digest()
+    return int.from_bytes(digest) / 2**48
+
+
+def split_of(place: float, fraction: float) -> Split:
+    """Return the side of a document at a place, where `fraction`, in [0, 1), is held out."""
+    return "held_out" if place < fraction else "train"
+
+
+def is_nearer(place: float, other: float, side: Split) -> bool:
+    """Return whether a document is nearer to the other side than `other`, the place of another one.
+
+    A side that would be empty gets the nearest document (of equal ones, the first).
+    """
+    return place < other if side == "train" else place > other
+
+
+def training_documents(documents: Iterable[str], fraction: float) -> Iterator[str]:
+    """Yield the documents to train on, in about their order and with one of them in memory."""
+    if fraction == 0:
+        yield from documents
+        return
+    seen: set[Split] = set()
+    # What changes sides if the other one stays empty.
+    nearest: str | None = None
+    for document in documents:
+        place = place_of(document)
+        side = split_of(place, fraction)
+        seen.add(side)
+        left: str | None = document
+        if len(seen) == 2:
+            if nearest is not None and side == "held_out":
+                yield nearest
+            nearest = None
+        elif nearest is None or is_nearer(place, place_of(nearest), side):
+            left, nearest = nearest, document
+        if side == "train" and left is not None:
+            yield left
+    if nearest is not None and seen == {"held_out"}:
+        yield nearest

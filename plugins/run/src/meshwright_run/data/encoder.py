@@ -1,0 +1,317 @@
+"""From records to tokenized documents, of which some tokens are learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.base.errors import DataError
+from meshwright.base.types import IGNORED_LABEL
+
+from .chat_template import Answers, ChatTemplate
+from .config import Format, TooLong
+from .conversations import Fields, LossOn, Message, MessageReader, check_text
+from .sources import Record
+from .tokenizer import Draft, DraftWriter, no_tokenizer_threads, token_dtype, vocab_size_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = tuple[np.ndarray, np.ndarray | None]
+"""Tokens and which of them are learnt, (T,) each."""
+Parse = Callable[[Record], Sequence[Draft] | Sequence[Tokens]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenized document: tokens and which are learnt (None: all), (T,); columns: a number, or T numbers."""
+
+    tokens: np.ndarray
+    labelled: np.ndarray | None = None
+    columns: dict[str, float | int | list[float]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def learnt(self) -> int:
+        """Count the tokens that are learnt: never the first, since nothing stands before it."""
+        return max(len(self) - 1, 0) if self.labelled is None else int(np.count_nonzero(self.labelled[1:]))
+
+    def part(self, start: int, stop: int) -> Example:
+        labelled = None if self.labelled is None else self.labelled[start:stop]
+        columns = {name: each[start:stop] if isinstance(each, list) else each for name, each in self.columns.items()}
+        return Example(self.tokens[start:stop], labelled, columns)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of records; counts add up.
+
+    `cut`, `dropped` and `split` count documents that were too long; `unlearnt` documents or pieces left out since
+    nothing in them is learnt; `unanswered` turns behind the last answer of a conversation, which are left out.
+    """
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    labelled: int = 0
+    cut: int = 0
+    dropped: int = 0
+    split: int = 0
+    unlearnt: int = 0
+    unanswered: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Counts)))
+
+
+class Encoder:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source_format: Format = "text",
+        *,
+        loss_on: LossOn = "answers",
+        chat_template: str | None = None,
+        too_long: TooLong | None = None,
+        seq_len: int | None = None,
+        fields: Mapping[str, str] | None = None,
+        columns: Sequence[str] = (),
+    ) -> None:
+        """Check the options of a source, which are those of `SourceConfig` and `DataConfig`.
+
+        The tokenizer needs an eos token; `chat_template`: text of a template, None: its own; `seq_len`: None: no limit.
+        """
+        self._together = source_format == "preference"
+        self._too_long: TooLong = too_long or ("split" if source_format in ("text", "tokens") else "error")
+        self._seq_len, self._columns = seq_len, tuple(columns)
+        self._fields = Fields(fields or {})
+        self._writer = DraftWriter(tokenizer)
+        self._parse = _parser(source_format, tokenizer, self._fields, loss_on, chat_template)
+
+    def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], Counts]:
+        """Return the documents of each record (two for preferences), and counts of all."""
+        parsed = [self._parse(record) for record in records]
+        drafts: list[Draft] = []
+        counts = Counts(records=len(records))
+        for record, documents in zip(records, parsed, strict=True):
+            for draft in documents:
+                if isinstance(draft, Draft):
+                    check_text(draft.text, record.where, "the text")
+                    drafts.append(draft)
+                    counts += Counts(unanswered=draft.unanswered)
+        with no_tokenizer_threads():
+            written = iter(self._writer.write(drafts))
+        found: list[list[Example]] = []
+        for record, documents in zip(records, parsed, strict=True):
+            made = [next(written) if isinstance(each, Draft) else each for each in documents]
+            columns = self._values(record, [len(tokens) for tokens, _ in made])
+            examples = [Example(*each, values) for each, values in zip(made, columns, strict=True)]
+            kept, own = self._fitted(examples, record)
+            found.append(kept)
+            counts += own
+        return found, counts
+
+    def _values(self, record: Record, lengths: list[int]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{} for _ in lengths]
+        for name in self._columns:
+            value = self._fields.need(record, name)
+            values = value if self._together and isinstance(value, list | tuple) else [value] * len(lengths)
+            if len(values) != len(lengths):
+                self._fields.refuse(record, name, value, "must hold a number, or two: of chosen and rejected")
+            for entries, each, length in zip(found, values, lengths, strict=True):
+                # `record_of` has refused what is no number.
+                if isinstance(each, list) and len(each) != length:
+                    rule = f"a column must hold a number, or a list of numbers, one for each of {length} tokens"
+                    self._fields.refuse(record, name, each, rule)
+                entries[name] = each
+        return found
+
+    def _fitted(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], Counts]:
+        """Return documents of at most `seq_len` tokens in which something is learnt; of a pair both or none."""
+        kept: list[Example] = []
+        counts = Counts()
+        for document in documents:
+            pieces, own = self._pieces(document, record.where)
+            learnt = [piece for piece in pieces if piece.learnt()]
+            counts += own + Counts(unlearnt=len(pieces) - len(learnt))
+            kept += learnt
+        if self._together and len(kept) < len(documents):
+            reason = "dropped" if counts.dropped else "unlearnt"
+            counts, kept = Counts(**{reason: len(documents)}), []
+        totals = Counts(
+            documents=len(kept), tokens=sum(map(len, kept)), labelled=sum(document.learnt() for document in kept)
+        )
+        return kept, counts + totals
+
+    def _pieces(self, document: Example, where: str) -> tuple[list[Example], Counts]:
+        length, seq_len = len(document), self._seq_len
+        if seq_len is None or length <= seq_len:
+            return [document], Counts()
+        if self._too_long == "cut":
+            return [document.part(0, seq_len)], Counts(cut=1)
+        if self._too_long == "drop":
+            return [], Counts(dropped=1)
+        if self._too_long == "split":
+            parts = [document.part(start, min(start + seq_len, length)) for start in range(0, length, seq_len)]
+            return parts, Counts(split=1)
+        raise DataError(
+            f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
+            "becomes of what is longer: too_long: cut keeps the beginning, split makes several of it, drop leaves it "
+            "out."
+        )
+
+
+def _parser(
+    source_format: Format,
+    tokenizer: PreTrainedTokenizerBase,
+    fields: Fields,
+    loss_on: LossOn,
+    chat_template: str | None,
+) -> Parse:
+    if source_format == "text":
+        return lambda record: [Draft(fields.text(record, "text"), opened=True, closed=True)]
+    if source_format == "tokens":
+        return _tokens_of(fields, tokenizer)
+    chat = _Chat(tokenizer, fields, loss_on, chat_template)
+    if source_format == "messages":
+        _ = chat.answers  # refuses a tokenizer without a template
+        return chat.messages
+    return chat.completion if source_format == "prompt_completion" else chat.preference
+
+
+def _tokens_of(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> Parse:
+    """Parse documents that were tokenized before; nothing is added to them."""
+    vocab_size, dtype = vocab_size_of(tokenizer), token_dtype(tokenizer)
+
+    def integers(record: Record, field: str, rule: str) -> np.ndarray:
+        value = fields.need(record, field)
+        try:
+            found = np.asarray(value)
+        except ValueError:  # lists of several lengths in a list
+            fields.refuse(record, field, value, rule)
+        if found.ndim != 1 or (found.dtype.kind not in "iub" and len(found)):
+            fields.refuse(record, field, value, rule)
+        return found.astype(np.int64)
+
+    def parse(record: Record) -> list[Tokens]:
+        ids = integers(record, "input_ids", "must hold a list of token ids")
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            raise DataError(
+                f"{record.where}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set tokenizer "
+                "to the one that made these tokens."
+            )
+        labelled = np.ones(len(ids), bool)
+        for name, read in (("labels", _learnt_labels), ("loss_mask", _learnt_mask)):
+            if fields.find(record, name) is not None:
+                values = integers(record, name, "must hold a list of integers, one for each token")
+                if len(values) != len(ids):
+                    raise DataError(
+                        f"{record.where}: field {fields.name(name)!r} holds {len(values)} values for {len(ids)} "
+                        "tokens. It must hold one for each."
+                    )
+                labelled &= read(record, ids, values)
+        return [(ids.astype(dtype), labelled)]
+
+    return parse
+
+
+def _learnt_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    wrong = np.flatnonzero((labels != IGNORED_LABEL) & (labels != ids))
+    if len(wrong):
+        place = wrong[0]
+        raise DataError(
+            f"{record.where}: label {labels[place]} of token {place} is neither {IGNORED_LABEL}, not to be learnt, nor "
+            f"the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
+        )
+    return labels != IGNORED_LABEL
+
+
+def _learnt_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    wrong = mask[(mask != 0) & (mask != 1)]
+    if len(wrong):
+        raise DataError(f"{record.where}: loss_mask holds {wrong[0]}; 1 is for tokens to be learnt, 0 for others.")
+    return mask != 0
+
+
+class _Chat:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, fields: Fields, loss_on: LossOn, chat_template: str | None
+    ) -> None:
+        self._tokenizer, self._fields, self._chat_template = tokenizer, fields, chat_template
+        self._loss_on: LossOn = loss_on
+        self._reader = MessageReader(fields)
+
+    @cached_property
+    def answers(self) -> Answers:
+        """Made when it is needed: prompts and answers of plain text do without a template."""
+        return Answers(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
+
+    def messages(self, record: Record) -> list[Draft]:
+        return self.answers.drafts(self._reader.conversation(record, self._reader.messages(record, "messages")))
+
+    def completion(self, record: Record) -> list[Draft]:
+        """Return the documents of `prompt` and `completion`, both texts or both messages."""
+        if isinstance(self._fields.need(record, "prompt"), str) and self._is_text(record, "completion"):
+            return [self._joined(record, "completion")]
+        prompt, completion = (self._reader.messages(record, field) for field in ("prompt", "completion"))
+        return self.answers.drafts(self._reader.conversation(record, [*prompt, *completion], given=len(prompt)))
+
+    def preference(self, record: Record) -> list[Draft]:
+        """Return two documents, of the chosen and the rejected answer to one prompt."""
+        if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
+            return [self._joined(record, field) for field in ("chosen", "rejected")]
+        sides = [self._reader.messages(record, field) for field in ("chosen", "rejected")]
+        prompt = self._prompt(record, sides)
+        found = []
+        for name, side in zip(("chosen", "rejected"), sides, strict=True):
+            messages = side if side[: len(prompt)] == prompt and len(side) > len(prompt) else [*prompt, *side]
+            drafts = self.answers.drafts(self._reader.conversation(record, messages, given=len(prompt)))
+            if len(drafts) > 1:
+                raise DataError(
+                    f"{record.where}: {name} has several answers, and the chat template writes the earlier ones "
+                    "otherwise as the conversation goes on, so no single text holds them all. Set loss_on=last_answer."
+                )
+            found += drafts
+        return found
+
+    def _prompt(self, record: Record, sides: Sequence[list[Message]]) -> list[Message]:
+        """Return the messages before the answers: `prompt`, or what both sides begin with."""
+        given = self._fields.find(record, "prompt")
+        common = 0
+        while common < min(map(len, sides)) - 1 and sides[0][common] == sides[1][common]:
+            common += 1
+        if given is not None and not isinstance(given, str):
+            return self._reader.messages(record, "prompt")
+        if common and given in (None, sides[0][0]["content"], sides[0][common - 1]["content"]):
+            return sides[0][:common]
+        if given is not None and not common:
+            return [{"role": "user", "content": given}]
+        raise DataError(
+            f"{record.where}: it cannot be told what chosen and rejected answer: "
+            + (
+                "they do not begin with the same messages, and there is no field 'prompt'. Add one, or say under "
+                "`fields` what the source calls it."
+                if given is None
+                else "`prompt` is not the first or last of the messages that both begin with. Remove it, or them."
+            )
+        )
+
+    def _is_text(self, record: Record, field: str) -> bool:
+        return isinstance(self._fields.need(record, field), str)
+
+    def _joined(self, record: Record, field: str) -> Draft:
+        prompt, answer = self._fields.text(record, "prompt"), self._fields.text(record, field)
+        if not answer:
+            raise DataError(
+                f"{record.where}: an answer of no tokens: field {self._fields.name(field)!r} is empty. Leave such "
+                "records out."
+            )
+        text = prompt + answer
+        span = None if self._loss_on == "all" else ((len(prompt), len(text)),)
+        return Draft(text, span, opened=True, closed=True)

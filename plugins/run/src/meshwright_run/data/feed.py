@@ -1,0 +1,222 @@
+"""The microbatches of each step, on each rank.
+
+[Note: rows of one length] Padded rows have the length of the longest one in their microbatch. So the rows of a step are
+sorted by length before they are divided, the longest first, and the microbatch of one number is as long on all data
+ranks, which wait for each other. The global batch does not depend on the mesh, but which rows are together does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.base.errors import CheckpointError, ConfigError
+from meshwright.base.types import IGNORED_LABEL
+
+from .order import DataOrder, Mixture, check_batch_size, shuffled
+from .rows import JoinedRows, Rows
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from meshwright.base.types import Batch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a global batch a rank has, and in what shapes.
+
+    Attributes:
+        multiple: lengths of padded rows are multiples of this. If `seq_len` is none, all have that.
+        one_shape: all microbatches of a step have one length, as stages of a pipeline need it.
+    """
+
+    data_rank: int
+    data_size: int
+    micro_batch_size: int
+    multiple: int = 1
+    one_shape: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("data_size", self.data_size), ("micro_batch_size", self.micro_batch_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0 <= self.data_rank < self.data_size:
+            raise ValueError(f"data_rank must lie in [0, {self.data_size}), the data ranks, not {self.data_rank}")
+
+
+class Feed:
+    """The rows that a run trains on, step by step.
+
+    Sources that are read while training need steps in order, and `load_state` where a run resumes.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Rows | Stream],
+        place: Place,
+        *,
+        batch_size: int,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        origin: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Set the order.
+
+        Args:
+            weights: of each source, for its share of the rows; None: all rows in one order.
+            origin: a step, and the number of rows before it; see [Note: the global stream] in `order`.
+        """
+        check_batch_size(batch_size, data_size=place.data_size, micro_batch_size=place.micro_batch_size)
+        self._sources, self._group = tuple(sources), sources[0].group
+        check_groups(self._group, batch_size=batch_size, micro_batch_size=place.micro_batch_size)
+        self._place, self._seed = place, seed
+        self._streams = [each for each in sources if isinstance(each, Stream)]
+        at_hand = [each for each in sources if not isinstance(each, Stream)]
+        self._rows = JoinedRows(at_hand) if at_hand else None
+        if weights is None and self._streams:
+            weights = [1.0] * len(sources)
+        self._mixture = None if weights is None else Mixture(weights, seed)
+        first, rows = origin
+        self._order = DataOrder(
+            # Without rows at hand only positions are asked for, which depend on no epoch.
+            1 if self._rows is None else len(self._rows) // self._group,
+            batch_size // self._group,
+            seed,
+            origin=(first, rows // self._group),
+        )
+        for stream in self._streams:
+            stream.begin(seed)
+
+    def position(self, step: int) -> int:
+        return self._order.position(step) * self._group
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """Return this rank's share of a step, counted from 0: microbatches of B rows as `Rows.take` gives them."""
+        return _divided(*self._of_step(step), self._place)
+
+    def shares(self, step: int) -> list[list[Batch]]:
+        rows, units = self._of_step(step)
+        ranks = range(self._place.data_size)
+        return [_divided(rows, units, replace(self._place, data_rank=rank)) for rank in ranks]
+
+    def state(self, step: int) -> list[dict[str, Any]] | None:
+        """Return what `load_state` needs to resume with a step, as JSON; this step or the one before was read last."""
+        if self._mixture is None or not self._streams:
+            return None
+        before = self._mixture.before(self._order.position(step))
+        pairs = zip(self._sources, before, strict=True)
+        return [source.state(count) for source, count in pairs if isinstance(source, Stream)]
+
+    def load_state(self, state: Sequence[dict[str, Any]] | None) -> None:
+        if len(state or ()) != len(self._streams):
+            raise CheckpointError(
+                f"{len(self._streams)} sources are read while training, but the checkpoint tells of "
+                f"{len(state or ())}. Start anew, with resume=never."
+            )
+        for stream, own in zip(self._streams, state or (), strict=True):
+            stream.begin(self._seed, own)
+
+    def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
+        """Return rows, and which groups of them a step has."""
+        if self._mixture is not None:
+            return self._mixed(self._mixture, step)
+        if self._rows is None:
+            raise ValueError("there are no sources")
+        return self._rows, self._order.indices(step)
+
+    def _mixed(self, mixture: Mixture, step: int) -> tuple[Rows, np.ndarray]:
+        """Do the same where sources have shares, each in its own epochs."""
+        sources, ranks = mixture.places(self._order.position(step), self._order.position(step + 1))
+        tables: list[Rows] = []
+        units, of_table = np.empty(len(sources), np.int64), np.empty(len(sources), np.int64)
+        for number, source in enumerate(self._sources):
+            (mine,) = np.nonzero(sources == number)
+            if not len(mine):
+                continue
+            if isinstance(source, Stream):
+                found = source.take(int(ranks[mine[0]]), int(ranks[mine[-1]]) + 1)
+            else:
+                found = iter([(source, self._in_epochs(number, len(source) // self._group, ranks[mine]))])
+            for table, chosen in found:
+                here, mine = mine[: len(chosen)], mine[len(chosen) :]
+                units[here], of_table[here] = chosen, len(tables)
+                tables.append(table)
+        joined = JoinedRows(tables)
+        return joined, units + joined.starts[of_table] // self._group
+
+    def _in_epochs(self, number: int, size: int, ranks: np.ndarray) -> np.ndarray:
+        """Return the groups of a source at some ranks of its consecutive epochs."""
+        epochs, offsets = np.divmod(ranks, size)
+        found = np.empty_like(offsets)
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            found[now] = shuffled(offsets[now], size, seed=self._seed, epoch=int(epoch), of=f"source {number}")
+        return found
+
+
+def check_groups(group: int, *, batch_size: int, micro_batch_size: int) -> None:
+    for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
+        if size % group:
+            raise ConfigError(
+                f"{name}={size} counts rows, of which {group} belong together (chosen and rejected): it must be a "
+                f"multiple of {group}."
+            )
+
+
+def eval_microbatches(rows: Rows, place: Place, *, count: int | None) -> list[Batch]:
+    """Read one data rank's share of `count` rows (None: all), spread evenly over all.
+
+    All ranks get equally many microbatches of equal shape; missing rows repeat others, with all labels masked.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"count must be at least 1, or None for all, not {count}")
+    if len(rows) == 0:
+        raise ValueError("there are no sequences to evaluate on")
+    if count is not None and count > len(rows):
+        raise ConfigError(
+            f"{count} sequences are to be evaluated, but the split holds {len(rows)}. Ask for at most "
+            f"{len(rows)}, leave the number out to use all, or raise eval_fraction."
+        )
+    check_groups(rows.group, batch_size=count or rows.group, micro_batch_size=place.micro_batch_size)
+    available, per_step = len(rows) // rows.group, place.data_size * place.micro_batch_size // rows.group
+    count = available if count is None else count // rows.group
+    padded = -(-count // per_step) * per_step
+    numbers = np.arange(padded)
+    return _divided(rows, numbers % count * available // count, place, masked=numbers >= count)
+
+
+def _divided(rows: Rows, units: np.ndarray, place: Place, *, masked: np.ndarray | None = None) -> list[Batch]:
+    """Return this rank's microbatches of the groups `units`, with the labels of those in `masked` masked."""
+    indices = units[:, None] * rows.group + np.arange(rows.group)
+    per_batch = place.micro_batch_size // rows.group
+    lengths = rows.lengths(indices.reshape(-1))
+    if lengths is None:
+        parts = np.arange(len(units)).reshape(place.data_size, -1)[place.data_rank].reshape(-1, per_batch)
+        widths = [rows.seq_len] * len(parts)
+    else:
+        # See [Note: rows of one length].
+        lengths = lengths.reshape(indices.shape).max(1)
+        sorted_ = np.argsort(-lengths, kind="stable").reshape(-1, place.data_size, per_batch)
+        parts = sorted_[:, place.data_rank]
+        widths = _widths(lengths[sorted_].reshape(len(parts), -1).max(1), rows.seq_len, place)
+    batches: list[Batch] = []
+    for part, width in zip(parts, widths, strict=True):
+        batch = dict(rows.take(indices[part].reshape(-1), width))
+        if masked is not None and masked[part].any():
+            batch["labels"][np.repeat(masked[part], rows.group)] = IGNORED_LABEL
+        batches.append(batch)
+    return batches
+
+
+def _widths(longest: np.ndarray, seq_len: int, place: Place) -> list[int]:
+    """Return the length of each microbatch, given that of its longest row."""
+    if seq_len % place.multiple:
+        # What cannot be divided is an error at the first step, not at one of this length.
+        return [seq_len] * len(longest)
+    if place.one_shape:
+        longest = np.full_like(longest, longest.max())
+    unit = max(2, place.multiple)
+    return [min(seq_len, int(-(-each // unit)) * unit) for each in longest]

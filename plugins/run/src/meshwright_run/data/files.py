@@ -1,0 +1,368 @@
+"""Read the values of a file one after another, with the place of each ("chats.jsonl:17"), few of them in memory."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import importlib
+import io
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+from meshwright.base.errors import DataError
+from meshwright.files.parsing import open_regular
+
+from .progress import Meter
+
+Found = tuple[Any, str]
+"""A value, and where it is."""
+
+COMPRESSED = (".gz", ".zst")
+MAX_BYTES = 1 << 30
+"""Of one line, of one cell of a .csv file, or of one object in an array."""
+FREE, MOST_TIMES = 1 << 26, 500
+"""Bytes that a compressed file may expand to, and beyond that how many times its size. Text shrinks to a tenth."""
+_CHUNK = 1 << 20
+_COMPRESSED_CHUNK = 1 << 12
+"""Small, since it may expand to 32,768 times as much."""
+_ROWS = 256
+
+
+class Cells(dict[str, str]):
+    """A row of a .csv file, in which numbers are text."""
+
+
+def extra(module: str, purpose: str) -> Any:
+    """Import a module of the extra `meshwright[data]`; `purpose` is the subject of the error's sentence."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(
+            f"{purpose} needs the package {name}, which cannot be imported ({error}). Install what data of all kinds "
+            "need: pip install -e '.[data]' in a clone."
+        ) from error
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix that tells a file's kind, in small letters, without that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
+
+
+def read_file(path: Path, meter: Meter) -> Iterator[Found]:
+    with opened(path, meter) as file:
+        yield from KINDS[kind_of(path)](file, path)
+
+
+@contextmanager
+def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
+    """Open the decompressed content of a file; in the context, broken content raises DataError."""
+    compression = path.suffix.lower()
+    broken: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
+    zstandard = extra("zstandard", f"reading {path}") if compression == ".zst" else None
+    if zstandard is not None:
+        broken = (zstandard.ZstdError, EOFError)
+    try:
+        with open_regular(path) as file:
+            meter.file = file
+            if compression == ".gz":
+                yield io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=file), file), _CHUNK)
+            elif zstandard is not None:
+                yield io.BufferedReader(_Bounded(_Zst(file, zstandard), file), _CHUNK)
+            else:
+                yield file
+    except broken as error:
+        raise DataError(
+            f"{path}: the compressed content is broken or cut off ({error}). Compress or copy the file again."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+class _Bounded(io.RawIOBase):
+    """Decompressed content; raises DataError once it is far larger than the file."""
+
+    def __init__(self, content: Any, file: BinaryIO) -> None:
+        self._content, self._file, self._count = content, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._content.readinto(memoryview(buffer)[:_CHUNK]))
+        self._count += count
+        if self._count > FREE and self._count > MOST_TIMES * self._file.tell():
+            raise DataError(
+                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MOST_TIMES} times "
+                f"as large as the file. Give the file as it is, without its compression, if that is what it holds."
+            )
+        return count
+
+
+class _Zst(io.RawIOBase):
+    """The content of consecutive Zstandard frames. The library's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, file: BinaryIO, zstandard: Any) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._frame: Any = None
+        self._rest, self._content = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            compressed = self._rest or self._file.read(_COMPRESSED_CHUNK)
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("a frame of Zstandard has no end")
+                return 0
+            frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            self._content = memoryview(frame.decompress(compressed))
+            self._rest = frame.unused_data
+            self._frame = None if frame.eof else frame
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+
+# -- text, lines, tables
+
+
+def _read_text(file: BinaryIO, path: Path) -> Iterator[Found]:
+    yield {"text": _decoded(_whole(file, path), str(path))}, str(path)
+
+
+def _read_python(file: BinaryIO, path: Path) -> Iterator[Found]:
+    text = _whole(file, path).decode("utf-8", errors="replace")
+    # As a file that is opened in text mode.
+    yield {"text": text.replace("\r\n", "\n").replace("\r", "\n")}, str(path)
+
+
+def _whole(file: BinaryIO, path: Path) -> bytes:
+    content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{path}: a document of more than {MAX_BYTES:,} bytes. Cut it into several files.")
+    return content
+
+
+def _read_lines(file: BinaryIO, path: Path) -> Iterator[Found]:
+    for number, line in _lines(file, path):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield _parsed(_decoded(line, where), where), where
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(MAX_BYTES):
+        number += 1
+        if len(line) == MAX_BYTES:
+            raise DataError(
+                f"{path}:{number}: a line of more than {MAX_BYTES:,} bytes. Each example is to have its own."
+            )
+        yield number, line
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}. Convert it, for instance "
+            "with `iconv -f latin1 -t utf-8`."
+        ) from None
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(
+            f'{where}: not valid JSON ({at}). Each line of a .jsonl file must be one object, such as {{"text": "..."}}.'
+        ) from None
+
+
+def _read_csv(file: BinaryIO, path: Path) -> Iterator[Found]:
+    csv.field_size_limit(MAX_BYTES)
+    rows = csv.reader((_decoded(line, f"{path}:{number}") for number, line in _lines(file, path)), strict=True)
+    names: list[str] = []
+    line = 1
+    try:
+        for row in rows:
+            if row and not names:
+                names = row
+                if len(set(names)) < len(names):
+                    raise DataError(f"{path}:{line}: the header names a field twice: {', '.join(names)}.")
+            elif row:
+                if len(row) != len(names):
+                    raise DataError(
+                        f"{path}:{line}: {len(row)} fields, but the header names {len(names)}: {', '.join(names)}. "
+                        "Quote fields that hold commas or ends of lines."
+                    )
+                yield Cells(zip(names, row, strict=True)), f"{path}:{line}"
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}:{line}: no row of a .csv file ({error}). Quote it as RFC 4180 says.") from None
+
+
+def _read_parquet(file: BinaryIO, path: Path) -> Iterator[Found]:
+    parquet, arrow = extra("pyarrow.parquet", f"reading {path}"), extra("pyarrow", f"reading {path}")
+    with tempfile.TemporaryFile() as whole:
+        if path.suffix.lower() in COMPRESSED:
+            # The format is read from the end of the file.
+            while chunk := file.read(_CHUNK):
+                whole.write(chunk)
+            whole.seek(0)
+            file = whole
+        number = 0
+        try:
+            table = parquet.ParquetFile(file)
+            _check_expansion(table.metadata, path)
+            for batch in table.iter_batches(batch_size=_ROWS):
+                for row in batch.to_pylist():
+                    yield row, f"{path}:row {number}"
+                    number += 1
+        except (arrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a whole .parquet file, from row {number} on ({error}).") from error
+
+
+def _check_expansion(metadata: Any, path: Path) -> None:
+    """Refuse columns that are far larger than their bytes in the file: a page is decompressed as a whole."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.total_uncompressed_size > max(FREE, MOST_TIMES * column.total_compressed_size):
+                raise DataError(
+                    f"{path}: {column.path_in_schema} is more than {MOST_TIMES} times as large as its bytes in the "
+                    f"file. Write the file anew, without compression, if that is what it holds."
+                )
+
+
+# -- JSON arrays
+
+
+_ARRAY_CHUNK = 1 << 16
+_NEAR_THE_END = 16
+"""Characters, more than any literal, number or escape has. An error this near to the end of what was read may come from
+the missing rest."""
+
+
+def _read_array(file: BinaryIO, path: Path) -> Iterator[Found]:
+    for value, line in elements(file, path, max_bytes=MAX_BYTES):
+        yield value, f"{path}:{line}"
+
+
+def elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[Any, int]]:
+    """Yield each element of the JSON array in a file, and the line where it begins.
+
+    The file is read in chunks; an element that seems broken at the end of what was read is parsed again with more.
+    """
+    text = _ArrayText(file, path, max_bytes)
+    first = text.next_character()
+    if first == "":
+        return
+    if first != "[":
+        raise DataError(
+            f"{path}:{text.line}: a .json file must hold an array of objects, [{{...}}, ...], and this one begins with "
+            f"{first!r}. A file of one object a line is a .jsonl file: rename it."
+        )
+    text.skip(1)
+    character = text.next_character()
+    while character != "]":
+        yield text.element()
+        character = text.next_character()
+        if character not in (",", "]"):
+            raise text.broken(f"expected ',' or ']' after an element, not {character or 'the end of the file'!r}")
+        if character == ",":
+            text.skip(1)
+            character = text.next_character()
+            if character == "]":
+                raise text.broken("a ',' stands before the ']'")
+    text.skip(1)
+    if character := text.next_character():
+        raise text.broken(f"expected the end of the file after the array, not {character!r}")
+
+
+class _ArrayText:
+    """The part of a file that was read and is not parsed yet; `line` is that of the next character."""
+
+    def __init__(self, file: BinaryIO, path: Path, max_bytes: int) -> None:
+        self.line = 1
+        self._file, self._path, self._max = file, path, max_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self._parse = json.JSONDecoder().raw_decode
+        self._text, self._at, self._ended = "", 0, False
+
+    def next_character(self) -> str:
+        """Return the next character that is not blank; "" at the end of the file."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in " \t\r\n":
+                    return self._text[self._at]
+                self.skip(1)
+            if not self._more(_ARRAY_CHUNK):
+                return ""
+
+    def skip(self, count: int) -> None:
+        self.line += self._text.count("\n", self._at, self._at + count)
+        self._at += count
+
+    def element(self) -> tuple[Any, int]:
+        line = self.line
+        while True:
+            try:
+                value, end = self._parse(self._text, self._at)
+            except json.JSONDecodeError as error:
+                cut = error.pos >= len(self._text) - _NEAR_THE_END or error.msg.startswith("Unterminated string")
+                offset = error.pos - self._at
+                # Doubling, so that a long element is parsed only a few times.
+                if not cut or not self._more(max(_ARRAY_CHUNK, len(self._text) - self._at)):
+                    self.skip(offset)
+                    raise self.broken(f"{error.msg}, in the element that begins in line {line}") from None
+            except (ValueError, RecursionError) as error:
+                raise self.broken(str(error)) from None
+            else:
+                # A number may continue in what was not read; as no object, it is refused anyway.
+                self.skip(end - self._at)
+                return value, line
+
+    def broken(self, what: str) -> DataError:
+        return DataError(f"{self._path}:{self.line}: not valid JSON ({what}).")
+
+    def _more(self, count: int) -> bool:
+        if self._ended:
+            return False
+        if len(self._text) - self._at > self._max:
+            raise self.broken(f"an element of more than {self._max:,} characters")
+        content = self._file.read(count)
+        self._ended = not content
+        try:
+            self._text = self._text[self._at :] + self._decode(content, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise self.broken(f"not UTF-8: byte 0x{error.object[error.start]:02x}") from None
+        self._at = 0
+        return not self._ended
+
+
+KINDS: Mapping[str, Callable[[BinaryIO, Path], Iterator[Found]]] = MappingProxyType(
+    {
+        ".txt": _read_text,
+        ".jsonl": _read_lines,
+        ".json": _read_array,
+        ".parquet": _read_parquet,
+        ".csv": _read_csv,
+        ".py": _read_python,
+    }
+)
+SUFFIXES = tuple(suffix for suffix in KINDS if suffix != ".py")
+"""Kinds of files that a glob may match; .py files are those of the standard library."""

@@ -1,0 +1,161 @@
+"""Decide which documents share a row: best-fit decreasing, by counts of lengths.
+
+[Note: counts of lengths] Longest first, each document goes into the row with the least room that it fits into. Of
+documents of one length the next one fits best into the row that the last one went into, as long as it fits there; so
+rows of equal room are filled together. What is left of their room then is less than the length and less than half of
+what it was, so there are at most S log S such steps, however many documents there are.
+
+Source: Johnson 1974, doi:10.1137/0203025 (best-fit decreasing needs at most 11/9 of the fewest rows, and 4); Krell et
+al. 2021, arXiv:2107.02027 (packing by the histogram of lengths).
+
+Shapes: D = documents, R = rows, S = room of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.base.errors import DataError
+
+from .cache import cached_entry
+
+LEAST = 2
+"""Tokens of a document in which anything is predicted; shorter ones are left out."""
+_FORMAT = 1
+"""Raised with every change to which documents share a row."""
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class BestFit:
+    """Documents of the first row, then of the second, ..., and (R,), int64: where each row ends in them."""
+
+    documents: np.ndarray
+    ends: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+
+def best_fit(ends: np.ndarray, seq_len: int) -> BestFit:
+    """Put documents, given by their ends (D,), into few rows, deterministically; see [Note: counts of lengths]."""
+    lengths = _lengths(ends, seq_len)
+    counts = np.bincount(lengths, minlength=seq_len + 1)
+    kept = int(counts[LEAST:].sum())
+    longest_first = np.argsort(seq_len - lengths, kind="stable")[:kept]
+    del lengths
+    longest_first = longest_first.astype(np.int32 if len(ends) < 2**31 else np.int64)
+    filling = _Filling(seq_len)
+    for length in np.flatnonzero(counts[LEAST:])[::-1] + LEAST:
+        filling.put(int(length), int(counts[length]))
+    return filling.packing(longest_first)
+
+
+def cached_best_fit(ends: np.ndarray, seq_len: int, root: Path) -> BestFit:
+    """Return `best_fit` memory-mapped from a directory in `root`, where it is written unless it is there."""
+    digest = hashlib.sha256(f"{_FORMAT} {seq_len} {len(ends)} ".encode())
+    for start in range(0, len(ends), _CHUNK):
+        digest.update(np.ascontiguousarray(ends[start : start + _CHUNK], "<i8").data)
+
+    def build(place: Path) -> None:
+        packing = best_fit(ends, seq_len)
+        np.save(place / "documents.npy", packing.documents)
+        np.save(place / "ends.npy", packing.ends)
+
+    return cached_entry(root / digest.hexdigest()[:32], load=_load, build=build)
+
+
+def _load(directory: Path) -> BestFit | None:
+    try:
+        documents, ends = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("documents", "ends"))
+    except (OSError, ValueError):
+        return None
+    return BestFit(documents, ends) if len(ends) == 0 or ends[-1] == len(documents) else None
+
+
+def _lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return lengths, (D,), in the smallest dtype, which is also sorted fastest."""
+    lengths = np.empty(len(ends), np.uint16 if seq_len < 2**16 else np.uint32)
+    before = 0
+    for start in range(0, len(ends), _CHUNK):
+        part = ends[start : start + _CHUNK]
+        found = np.diff(part, prepend=before)
+        if found.max(initial=0) > seq_len:
+            document = start + int(found.argmax())
+            raise DataError(f"document {document} has {found.max()} tokens, more than seq_len={seq_len}.")
+        lengths[start : start + _CHUNK] = found
+        before = int(part[-1])
+    return lengths
+
+
+@dataclass
+class _Filling:
+    """Rows while they are filled: `open` by their room, `steps` as (rows, documents of one length for each)."""
+
+    seq_len: int
+    rows: int = 0
+    rooms: list[int] = field(default_factory=list)
+    open: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    steps: list[tuple[np.ndarray, int]] = field(default_factory=list)
+
+    def put(self, length: int, count: int) -> None:
+        while count:
+            at = bisect_left(self.rooms, length)
+            room = self.rooms[at] if at < len(self.rooms) else self.seq_len
+            each = room // length
+            wanted = -(-count // each)
+            if at == len(self.rooms):
+                found = np.arange(self.rows, self.rows + wanted)
+                self.rows += wanted
+            else:
+                found = self._take(at, wanted)
+            whole = min(len(found), count // each)
+            self._fill(found[:whole], each, room - each * length)
+            count -= whole * each
+            if whole < len(found):
+                self._fill(found[whole:], count, room - count * length)
+                return
+
+    def _take(self, at: int, count: int) -> np.ndarray:
+        room, taken, left = self.rooms[at], [], count
+        pieces = self.open[room]
+        while pieces and left:
+            piece = pieces.pop()
+            taken.append(piece[:left])
+            if len(piece) > left:
+                pieces.append(piece[left:])
+            left -= len(taken[-1])
+        if not pieces:
+            del self.open[room], self.rooms[at]
+        return taken[0] if len(taken) == 1 else np.concatenate(taken)
+
+    def _fill(self, rows: np.ndarray, each: int, room: int) -> None:
+        if not len(rows):
+            return
+        self.steps.append((rows, each))
+        if room < LEAST:
+            return
+        if room not in self.open:
+            insort(self.rooms, room)
+            self.open[room] = []
+        self.open[room].append(rows)
+
+    def packing(self, longest_first: np.ndarray) -> BestFit:
+        per_row = np.zeros(self.rows, np.int64)
+        for rows, each in self.steps:
+            per_row[rows] += each
+        ends = np.cumsum(per_row)
+        free = ends - per_row
+        documents = np.empty_like(longest_first)
+        start = 0
+        for rows, each in self.steps:
+            stop = start + len(rows) * each
+            documents[free[rows][:, None] + np.arange(each)] = longest_first[start:stop].reshape(-1, each)
+            free[rows] += each
+            start = stop
+        return BestFit(documents, ends)

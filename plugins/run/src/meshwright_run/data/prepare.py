@@ -1,0 +1,354 @@
+"""Turn sources into tokenized documents, once, and find them again.
+
+The key of a source's entry in the cache covers all that changes its tokens; files enter it by path, size and time, so a
+warm start reads none of them. The fingerprint is of the tokens, and equal wherever the same data were prepared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.files.parsing import MAX_JSON_BYTES, read_json_object, read_regular
+
+from .cache import cache_root, cached_entry
+from .config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig
+from .conversations import Fields
+from .documents import SPLITS, Documents, DocumentsFile, Split, is_nearer, open_documents, training_documents
+from .encoder import Counts
+from .progress import Meter, progress
+from .sources import FoundSource, find_source, read_records
+from .tokenizer import EOS, holds_tokenizer, load_tokenizer, token_dtype, train_tokenizer, vocab_size_of
+from .tokenizing import Tokenizing, tokenized, tokenizing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = "held_out"
+"""The evaluation set of what is held out of the sources."""
+FORMAT, TOKENIZER_FORMAT = 3, 1
+"""Raised with every change to what an entry holds or how its tokens are made, and to how a tokenizer is trained."""
+_CHUNK = 1 << 20
+_TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """A source that a run trains on; one that is read while training has no documents and counts."""
+
+    config: SourceConfig
+    train: Documents | None
+    counts: Counts | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Tokenized documents.
+
+    Attributes:
+        held_out: documents to evaluate on by set: "held_out", what is held out of each source, and each of `eval_sets`.
+        tokenizer_dir: in the cache where the tokenizer was trained.
+        vocab_size: rows that the model's embedding needs.
+        directory: the first cache entry; the root of all entries where every source is read while training.
+        documents: how many all sources have, on both sides.
+        fingerprint: of the tokens of all sources and their split, in order, whatever the cache; hexadecimal.
+        columns: of each example, and the dtype in which all sources and sets have them.
+    """
+
+    sources: tuple[PreparedSource, ...]
+    held_out: Mapping[str, tuple[Documents, ...]]
+    tokenizer_dir: Path
+    vocab_size: int
+    directory: Path
+    documents: int
+    fingerprint: str
+    columns: Mapping[str, np.dtype]
+    group: int
+
+
+def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
+    """Find the sources of `config`, and tokenize them unless that was done before.
+
+    Any number of processes may call this at once; one works and the others wait for it. `tokenizer_dir` is a model's
+    own tokenizer, used where `config.tokenizer` is None; without either, one is trained on the training documents.
+    """
+    root = cache_root(config.cache_dir)
+    found = [find_source(source) for source in config.training_sources()]
+    sets = {name: [find_source(each) for each in sources] for name, sources in config.evaluation_sources().items()}
+    tokenizer = _given_tokenizer(config, tokenizer_dir) or _trained_tokenizer(root, found, config)
+
+    def entry_of(source: FoundSource, fraction: float) -> Entry:
+        return find_entry(root, source, tokenizing(source.config, config, fraction), tokenizer)
+
+    entries = [None if each.config.streaming else entry_of(each, config.eval_fraction) for each in found]
+    evaluated = {name: [entry_of(each, 0.0) for each in sources] for name, sources in sets.items()}
+    for source, entry in zip(found, entries, strict=True):
+        if entry is not None and config.packing_kind() == "stream":
+            _check_length(source, entry, config)
+    kept = [entry for entry in entries if entry is not None]
+    held_out = {name: tuple(entry.documents["train"] for entry in given) for name, given in evaluated.items()}
+    if config.eval_fraction > 0:
+        held_out = {HELD_OUT: tuple(entry.documents["held_out"] for entry in kept), **held_out}
+    sources = tuple(_prepared(source, entry) for source, entry in zip(found, entries, strict=True))
+    # A single source keeps its own fingerprint.
+    prints = [source.fingerprint for source in sources]
+    documents = [each for entry in chain(kept, *evaluated.values()) for each in entry.documents.values()]
+    return PreparedData(
+        sources=sources,
+        held_out=held_out,
+        tokenizer_dir=tokenizer,
+        vocab_size=kept[0].vocab_size if kept else vocab_size_of(load_tokenizer(tokenizer)),
+        directory=kept[0].directory if kept else root,
+        documents=sum(entry.counts.documents for entry in kept),
+        fingerprint=prints[0] if len(prints) == 1 else _digest(" ".join(prints)),
+        # A column that is real in any source is real in all.
+        columns={
+            name: np.result_type(np.int64, *(each.columns[name].dtype for each in documents))
+            for name in found[0].config.columns
+        },
+        group=found[0].config.group,
+    )
+
+
+def _given_tokenizer(config: DataConfig, fallback: str | Path | None) -> Path | None:
+    if config.tokenizer is not None:
+        return Path(config.tokenizer).expanduser().absolute()
+    if fallback is None:
+        return None
+    if config.vocab_size != DEFAULT_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size={config.vocab_size} is the size of a trained tokenizer, but the model brings its own, in "
+            f"{fallback}. Leave vocab_size out."
+        )
+    return Path(fallback).expanduser().absolute()
+
+
+def _prepared(source: FoundSource, entry: Entry | None) -> PreparedSource:
+    if entry is not None:
+        return PreparedSource(source.config, entry.documents["train"], entry.counts, entry.fingerprint)
+    identity = json.dumps([source.identity(), source.config.model_dump(mode="json")], sort_keys=True)
+    return PreparedSource(source.config, None, None, _digest(identity))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _check_length(source: FoundSource, entry: Entry, config: DataConfig) -> None:
+    sides = entry.documents
+    for split in SPLITS if config.eval_fraction > 0 else SPLITS[:1]:
+        tokens, documents = len(sides[split].tokens), len(sides[split])
+        if tokens >= config.seq_len:
+            continue
+        share = "larger" if split == "held_out" else "smaller"
+        shorter = f", seq_len of at most {tokens}" if tokens >= 2 else ""
+        raise DataError(
+            f"the {split} split does not fill one sequence: its {documents} documents hold {tokens} tokens "
+            f"({source.config.place!r}), but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} "
+            f"eval_fraction "
+            f"(now {config.eval_fraction}: {len(sides['train'])} documents for training, {len(sides['held_out'])} held "
+            f"out)."
+        )
+
+
+def _trained_tokenizer(root: Path, sources: Sequence[FoundSource], config: DataConfig) -> Path:
+    """Find the directory of the tokenizer that is trained on the training documents of sources, or train it."""
+    for source in sources:
+        if source.config.format != "text" or source.config.streaming:
+            what = "streaming: true" if source.config.streaming else f"format={source.config.format}"
+            raise ConfigError(
+                f"{source.config.place!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One is "
+                "trained on sources of text alone, which are read before."
+            )
+    parts = {
+        "format": TOKENIZER_FORMAT,
+        "python": sys.version,
+        "tokenizers": version("tokenizers"),
+        "sources": [[source.identity(), source.config.fields] for source in sources],
+        "eval_fraction": config.eval_fraction,
+        "vocab_size": config.vocab_size,
+        "eos": EOS,
+    }
+
+    def documents() -> Iterator[str]:
+        for source in sources:
+            fields = Fields(source.config.fields)
+            texts = (fields.text(record, "text") for record in read_records(source))
+            yield from training_documents(texts, config.eval_fraction)
+
+    def build(directory: Path) -> None:
+        tokenizer = train_tokenizer(documents(), config.vocab_size)
+        for source in sources:
+            source.check_unchanged()
+        tokenizer.save_pretrained(directory)
+
+    def load(directory: Path) -> Path | None:
+        return directory if holds_tokenizer(directory) else None
+
+    return cached_entry(root / "tokenizers" / _digest(json.dumps(parts, sort_keys=True)), load=load, build=build)
+
+
+# -- entries of the cache
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tokenized source: documents of each side, counts, rows of an embedding, and a hexadecimal fingerprint."""
+
+    directory: Path
+    documents: dict[Split, Documents]
+    counts: Counts
+    vocab_size: int
+    fingerprint: str
+
+
+def find_entry(root: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> Entry:
+    """Find the entry of a source, or make it; its key covers everything that changes the tokens or their side."""
+    config = source.config
+    parts: dict[str, Any] = {
+        "format": FORMAT,
+        "python": sys.version,
+        "tokenizers": version("tokenizers"),
+        "transformers": version("transformers"),
+        "files": source.identity(),
+        "source": [config.format, config.name, config.split],
+        "options": how.options,
+        "tokenizer": tokenizer_key(tokenizer_dir),
+        "fraction": how.fraction,
+    }
+    directory = root / "data" / _digest(json.dumps(parts, sort_keys=True))
+    return cached_entry(directory, load=_load, build=lambda place: _build(place, source, how, tokenizer_dir))
+
+
+def tokenizer_key(directory: Path) -> dict[str, str]:
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(read_regular(path, max_bytes=MAX_JSON_BYTES)).hexdigest()
+        for path in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")])
+        if path.is_file() and path.suffix in _TOKENIZER_FILES and not path.name.endswith(".index.json")
+    }
+
+
+def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> None:
+    """Fill an entry. The source is read once; neither it nor its tokens are ever in memory as a whole."""
+    # An unusable tokenizer is found before the source is read.
+    tokenizer = load_tokenizer(tokenizer_dir)
+    try:
+        counts = _write_sides(directory, source, how, tokenizer)
+    except DataError:
+        # A file that seems broken may be still being written.
+        source.check_unchanged()
+        raise
+    source.check_unchanged()
+    columns = tuple(source.config.columns)
+    meta = {
+        "vocab_size": vocab_size_of(tokenizer),
+        "counts": asdict(counts),
+        "columns": columns,
+        "group": source.config.group,
+        "fingerprint": _fingerprint(directory, columns, of_stream=how.options["too_long"] is None),
+        "sizes": _sizes(directory),
+    }
+    (directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Counts:
+    counts, kept, meter = Counts(), 0, Meter()
+    # Of each side, the record that is nearest to the other: its place, and its documents.
+    nearest: dict[Split, tuple[float, int, int]] = {}
+    with ExitStack() as stack:
+        columns, dtype = tuple(source.config.columns), token_dtype(tokenizer)
+        files = {split: DocumentsFile(directory, split, dtype, columns) for split in SPLITS}
+        for file in files.values():
+            stack.callback(file.abandon)
+        advance = stack.enter_context(progress(source.config.place, meter))
+        for piece in tokenized(read_records(source, meter=meter), how, tokenizer):
+            for split, documents in piece.documents.items():
+                place, first, stop = piece.nearest[split]
+                before = len(files[split])
+                if split not in nearest or is_nearer(place, nearest[split][0], split):
+                    nearest[split] = (place, before + first, before + stop)
+                files[split].append(documents)
+            counts, kept = counts + piece.counts, kept + piece.kept
+            advance(piece.counts.tokens)
+        if kept == 0:
+            raise DataError(_why_nothing_is_kept(source, counts, how.options["seq_len"]))
+        if kept == 1 and how.fraction > 0:
+            raise DataError(
+                f"{source.config.place!r} holds 1 document, but needs at least 2: whole documents are held out for the "
+                "eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set eval_fraction: "
+                "0, and name eval_sets."
+            )
+        if how.fraction > 0:
+            for full, empty in (SPLITS, SPLITS[::-1]):
+                if not len(files[empty]):
+                    _, first, stop = nearest[full]
+                    files[empty].append(files[full].take_out(first, stop))
+        for file in files.values():
+            file.close()
+    return counts
+
+
+def _why_nothing_is_kept(source: FoundSource, counts: Counts, seq_len: int | None) -> str:
+    place = source.config.place
+    if not counts.records:
+        return f"{place!r} is empty: it holds no example. Name a source that holds some."
+    longer = f"Set data.seq_len to more than {seq_len}, or shorten the records."
+    if counts.dropped and not counts.unlearnt:
+        return (
+            f"{place!r} is empty: it holds no example that is short enough: all {counts.dropped:,} documents have more "
+            f"than seq_len={seq_len} tokens, and were dropped. {longer}"
+        )
+    # Of a pair that has lost one answer, only unlearnt is counted; neither answer can be empty.
+    if counts.cut or counts.split or counts.dropped or source.config.format == "preference":
+        return (
+            f"{place!r} holds {counts.records:,} records, and in none of them is anything learnt within seq_len="
+            f"{seq_len} tokens: what is to be learnt, such as the answers, stands behind them and was cut off. {longer}"
+        )
+    return (
+        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be learnt. Name "
+        f"a source with texts, answers or labels that are not empty."
+    )
+
+
+def _fingerprint(directory: Path, columns: tuple[str, ...], *, of_stream: bool) -> str:
+    """Hash the documents of an entry; of a stream, in which documents have no bounds, only the tokens."""
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        for name, array in open_documents(directory, split, columns, 1).arrays().items():
+            if of_stream and name == "ends":
+                continue
+            named = split if name == "tokens" else f"{split} {name}"
+            digest.update(f"{named} {array.dtype.str} {len(array)} ".encode())
+            for start in range(0, len(array), _CHUNK):
+                digest.update(array[start : start + _CHUNK].data)
+    return digest.hexdigest()[:32]
+
+
+def _load(directory: Path) -> Entry | None:
+    """Open an entry, its arrays memory-mapped; None where it is missing, incomplete or corrupt."""
+    try:
+        meta = read_json_object(directory / "meta.json")
+        if not _sizes(directory).items() >= meta["sizes"].items():
+            return None
+        columns, group = tuple(meta["columns"]), meta["group"]
+        documents = {split: open_documents(directory, split, columns, group) for split in SPLITS}
+        return Entry(directory, documents, Counts(**meta["counts"]), meta["vocab_size"], meta["fingerprint"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "meta.json"]
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in sorted(files)}

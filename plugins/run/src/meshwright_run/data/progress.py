@@ -1,0 +1,56 @@
+"""Show how far a source has been tokenized, on a terminal only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from meshwright.base.errors import printable
+from meshwright.files.terminal import new_console
+
+CONSOLE = new_console(stderr=True)
+"""Shared by all bars and spinners: two consoles would draw over each other."""
+_EVERY_S = 0.2
+
+
+@dataclass
+class Meter:
+    """How far a source has been read: bytes, `done` of them before `file`, or rows of a dataset."""
+
+    total: int | None = None
+    done: int = 0
+    file: BinaryIO | None = None
+
+    def position(self) -> int:
+        return self.done + (0 if self.file is None or self.file.closed else self.file.tell())
+
+
+@contextmanager
+def progress(name: str, meter: Meter) -> Iterator[Callable[[int], None]]:
+    """Show a bar in this context, if errors go to a terminal; the function is called with each count of new tokens."""
+    columns = (
+        TextColumn("tokenizing {task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as shown:
+        # A live display bypasses the console's own escaping.
+        name = printable(name)
+        task = shown.add_task(name if len(name) < 40 else f"...{name[-36:]}", total=meter.total, tokens="")
+        tokens, due = 0, 0.0
+
+        def advance(count: int) -> None:
+            nonlocal tokens, due
+            tokens += count
+            if time.monotonic() >= due:
+                due = time.monotonic() + _EVERY_S
+                shown.update(task, total=meter.total, completed=meter.position(), tokens=f"{tokens:,} tokens")
+
+        yield advance

@@ -1,0 +1,308 @@
+"""From documents to rows of tokens, as a model takes them.
+
+There are three kinds: a stream that is cut anywhere, documents that share a row and are kept apart, and documents in
+rows of their own, with padding behind them.
+
+[Note: kept apart] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
+[Note: packed documents] in `step.agreement`. The first token of a document is predicted from nothing and is not learnt.
+What is left of a row is padding, which counts as one more document: its positions restart, and its labels are masked.
+
+[Note: padding without a mask] A causal model sees nothing behind a token, so padding behind a document, with masked
+labels, changes nothing of it, and a mask would only make attention slower. Statistics of routers are the exception.
+
+Shapes: T tokens in D documents, B rows of length S.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.base.types import IGNORED_LABEL
+
+from .config import Packing
+from .documents import Documents
+from .packing import best_fit, cached_best_fit
+
+if TYPE_CHECKING:
+    from meshwright.base.types import Batch
+
+FILL = 0
+"""The token of padding; nothing sees it, and any vocabulary has it."""
+
+
+class Rows(ABC):
+    """Rows that can be read by their numbers.
+
+    Attributes:
+        group: this many consecutive rows belong together.
+        columns: name to dtype, int64 or float64, and whether a batch has a value a token, (B, S), or a row, (B,).
+    """
+
+    seq_len: int
+    group: int = 1
+    columns: dict[str, tuple[np.dtype, bool]]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many there are, a multiple of `group`."""
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
+        """Return the tokens of some rows, without padding: (B,), int64; None where all have `seq_len`."""
+        return None
+
+    def take(self, indices: Sequence[int] | np.ndarray, length: int | None = None) -> Batch:
+        """Read the rows at `indices`, in their order; `length`: S, at least their longest; None: `seq_len`.
+
+        Returns `input_ids` and `labels`, int64, (B, S), CPU, and `columns`; `position_ids` where documents share a row,
+        `attention_mask` where padding is to be masked.
+        """
+        import torch
+
+        rows = np.asarray(indices, dtype=np.int64)
+        outside = rows[(rows < 0) | (rows >= len(self))]
+        if len(outside):
+            raise IndexError(f"row {outside[0]} does not exist; there are {len(self)}, counted from 0")
+        found = self._read(rows, self.seq_len if length is None else length)
+        return {name: torch.from_numpy(values) for name, values in found.items()}
+
+    @abstractmethod
+    def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        """Return what `take` does, as arrays."""
+
+
+class StreamRows(Rows):
+    """A stream of tokens, cut into rows of one length; the tail that does not fill one is left out."""
+
+    def __init__(self, documents: Documents, seq_len: int) -> None:
+        tokens = documents.tokens
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens must be one row of integers, not {tokens.dtype} of shape {tokens.shape}")
+        if seq_len < 1:
+            raise ValueError(f"seq_len must be at least 1, not {seq_len}")
+        self.seq_len, self.documents = seq_len, documents
+        self.columns = _columns(documents, in_rows=False)
+        self._count = len(tokens) // seq_len
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        if length != self.seq_len:
+            raise ValueError(f"rows of a stream have {self.seq_len} tokens, not {length}")
+        documents = self.documents
+        input_ids = self._cut(documents.tokens)[rows].astype(np.int64)
+        labels = input_ids.copy()
+        if documents.labelled is not None:
+            labels[~self._cut(documents.labelled)[rows]] = IGNORED_LABEL
+        found = {"input_ids": input_ids, "labels": labels}
+        for name, (dtype, _) in self.columns.items():
+            column = documents.columns[name]
+            if len(column) == len(documents.tokens):
+                found[name] = self._cut(column)[rows].astype(dtype)
+            else:
+                places = rows[:, None] * self.seq_len + np.arange(self.seq_len)
+                found[name] = column[np.searchsorted(documents.ends, places, side="right")].astype(dtype)
+        return found
+
+    def _cut(self, stream: np.ndarray) -> np.ndarray:
+        return stream[: self._count * self.seq_len].reshape(self._count, self.seq_len)
+
+
+class PackedRows(Rows):
+    """Several documents in a row, complete and kept apart; see [Note: kept apart]."""
+
+    def __init__(self, documents: Documents, seq_len: int, *, cache: Path | None = None) -> None:
+        """Decide which documents share a row; `cache` keeps that in files that processes share."""
+        self.seq_len = seq_len
+        self.columns = _columns(documents, in_rows=False)
+        self._documents = documents
+        ends = documents.ends
+        self._packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        if length != self.seq_len:
+            raise ValueError(f"packed rows have {self.seq_len} tokens, not {length}")
+        starts, stops = _bounds(self._packing.ends, rows)
+        held = stops - starts
+        members = self._packing.documents[_ranges(starts, held)].astype(np.int64)
+        layout = _Layout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
+        found = layout.tokens()
+        # Padding counts from its own beginning.
+        positions = np.tile(np.arange(length), (len(rows), 1)) - layout.used[:, None]
+        positions[layout.at] = layout.places
+        return {**found, "position_ids": positions, **layout.columns(self.columns)}
+
+
+class PaddedRows(Rows):
+    """Each document in a row of its own, and padding behind it; see [Note: padding without a mask]."""
+
+    def __init__(self, documents: Documents, seq_len: int, *, masks: bool = False) -> None:
+        """Take the documents as they are; `masks` adds an attention mask, for models in which padding matters."""
+        longest = int(documents.lengths().max(initial=0))
+        if longest > seq_len:
+            raise DataError(f"a document has {longest} tokens, more than seq_len={seq_len}.")
+        self.seq_len, self.group = seq_len, documents.group
+        self.columns = _columns(documents, in_rows=True)
+        self._documents, self._masks = documents, masks
+
+    def __len__(self) -> int:
+        return len(self._documents) // self.group * self.group
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        starts, ends = _bounds(self._documents.ends, indices)
+        return ends - starts
+
+    def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        layout = _Layout(self._documents, rows, np.arange(len(rows)), len(rows), length)
+        found = layout.tokens()
+        if self._masks:
+            mask = np.zeros((len(rows), length), np.int64)
+            mask[layout.at] = 1
+            found["attention_mask"] = mask
+        return {**found, **layout.columns(self.columns)}
+
+
+class JoinedRows(Rows):
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        """Join at least one; raise DataError where they cannot be in one batch."""
+        first = parts[0]
+        self.seq_len, self.group = first.seq_len, first.group
+        self._parts = tuple(parts)
+        self.starts = np.cumsum([0, *map(len, parts)])
+        by_token = {name: each for name, (_, each) in first.columns.items()}
+        for part in parts[1:]:
+            if part.group != self.group or {name: each for name, (_, each) in part.columns.items()} != by_token:
+                raise DataError(
+                    f"sources do not go together: one has the columns {sorted(first.columns)} and rows {self.group} by "
+                    f"{self.group}, another {sorted(part.columns)} and {part.group} by {part.group}."
+                )
+        self.columns = {
+            name: (np.result_type(*(part.columns[name][0] for part in parts)), each) for name, each in by_token.items()
+        }
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
+        found = np.full(len(indices), self.seq_len)
+        for part, chosen, rows in self._shares(indices):
+            lengths = part.lengths(rows)
+            if lengths is None:
+                return None
+            found[chosen] = lengths
+        return found
+
+    def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for part, chosen, own in self._shares(rows):
+            for name, values in part._read(own, length).items():
+                if name not in found:
+                    dtype = self.columns[name][0] if name in self.columns else values.dtype
+                    found[name] = np.zeros((len(rows), *values.shape[1:]), dtype)
+                found[name][chosen] = values
+        return found
+
+    def _shares(self, indices: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
+        """Return each part that has some of the rows, which of `indices` these are, and their numbers in it."""
+        which = np.searchsorted(self.starts, indices, side="right") - 1
+        chosen = [(number, np.flatnonzero(which == number)) for number in np.unique(which)]
+        return [(self._parts[number], at, indices[at] - self.starts[number]) for number, at in chosen]
+
+
+def make_rows(
+    documents: Documents,
+    kind: Packing,
+    seq_len: int,
+    *,
+    cache: Path | None = None,
+    masks: bool = False,
+    dtypes: Mapping[str, np.dtype] | None = None,
+) -> Rows:
+    """Make rows of a kind, see `DataConfig.packing`; `dtypes` of columns where other documents need a wider one."""
+    if kind != "none" and documents.group != 1:
+        raise ConfigError(
+            f"packing={kind} would part the answers of a preference. Set data.packing=none, or leave it out."
+        )
+    rows: Rows
+    if kind == "documents":
+        rows = PackedRows(documents, seq_len, cache=cache)
+    elif kind == "none":
+        rows = PaddedRows(documents, seq_len, masks=masks)
+    else:
+        rows = StreamRows(documents, seq_len)
+    rows.columns |= {name: (dtype, rows.columns[name][1]) for name, dtype in (dtypes or {}).items()}
+    return rows
+
+
+def _columns(documents: Documents, *, in_rows: bool) -> dict[str, tuple[np.dtype, bool]]:
+    """Return `Rows.columns`; `in_rows`: a row is a document, and has its values."""
+    return {
+        name: (
+            np.dtype(np.float64 if column.dtype.kind == "f" else np.int64),
+            not in_rows or (len(column) != len(documents) and len(column) == len(documents.tokens)),
+        )
+        for name, column in documents.columns.items()
+    }
+
+
+class _Layout:
+    """Where tokens go in a batch: `at` (row, column), `places` in their documents, `used` tokens of each row."""
+
+    def __init__(self, documents: Documents, members: np.ndarray, rows: np.ndarray, count: int, length: int) -> None:
+        """Lay out the documents `members`, in the rows `rows`, which rise, of a batch of (count, length)."""
+        starts, ends = _bounds(documents.ends, members)
+        lengths = ends - starts
+        self.used = np.bincount(rows, lengths, count).astype(np.int64)
+        if self.used.max(initial=0) > length:
+            raise ValueError(f"a row has {self.used.max()} tokens, more than {length}")
+        self._documents, self._members, self._shape = documents, members, (count, length)
+        self._source = _ranges(starts, lengths)
+        self._of = np.repeat(np.arange(len(members)), lengths)
+        self._rows = rows
+        behind = np.cumsum(lengths) - lengths
+        self.places = np.arange(len(self._of)) - behind[self._of]
+        token_rows = rows[self._of]
+        self.at = (token_rows, np.arange(len(self._of)) - (np.cumsum(self.used) - self.used)[token_rows])
+
+    def tokens(self) -> dict[str, np.ndarray]:
+        found = self._documents.tokens[self._source].astype(np.int64)
+        input_ids = np.full(self._shape, FILL, np.int64)
+        input_ids[self.at] = found
+        labels = np.full(self._shape, IGNORED_LABEL, np.int64)
+        learnt = self.places > 0
+        if self._documents.labelled is not None:
+            learnt &= self._documents.labelled[self._source]
+        labels[self.at] = np.where(learnt, found, IGNORED_LABEL)
+        return {"input_ids": input_ids, "labels": labels}
+
+    def columns(self, columns: dict[str, tuple[np.dtype, bool]]) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for name, (dtype, by_token) in columns.items():
+            column = self._documents.columns[name]
+            found[name] = np.zeros(self._shape if by_token else self._shape[:1], dtype)
+            if not by_token:
+                found[name][self._rows] = column[self._members]
+            elif len(column) == len(self._documents.tokens):
+                found[name][self.at] = column[self._source]
+            else:
+                found[name][self.at] = column[self._members][self._of]
+        return found
+
+
+def _bounds(ends: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where some of consecutive items begin and end, given all ends."""
+    return np.where(indices > 0, ends[indices - 1], 0), np.asarray(ends[indices])
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    behind = np.cumsum(counts) - counts
+    return np.repeat(starts - behind, counts) + np.arange(int(counts.sum()))

@@ -1,0 +1,332 @@
+"""Find the files or the dataset that a source names, and read its records.
+
+Files come in the order of the globs and, within a glob, sorted by path.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import DataError, nearest
+
+from ._datasets import is_reader, own_files
+from .config import FIELDS, STDLIB, SourceConfig
+from .files import SUFFIXES, Cells, Found, extra, kind_of, read_file
+from .progress import Meter
+from .stdlib import library_records
+
+_STDLIB_LEAVES_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+)
+_PLAIN = (".txt", ".py")
+"""Kinds of files that are text as a whole."""
+_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An example: its fields, as the source names them, and its place, such as "chats.jsonl:17"."""
+
+    value: dict[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was found, by its absolute path; size and time stand in for the content in cache keys."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class FoundSource:
+    """A source whose files were found; `dataset` is one of Hugging Face that had to be opened for that."""
+
+    config: SourceConfig
+    files: tuple[SourceFile, ...]
+    dataset: Any = None
+
+    def values(self, meter: Meter) -> Iterator[Found]:
+        if self.config.dataset is not None:
+            yield from self._rows(meter)
+            return
+        meter.total = sum(file.size for file in self.files)
+        for file in self.files:
+            for value, where in read_file(file.path, meter):
+                if file.path.suffix == ".py" and self.config.format != "text":
+                    yield from library_records(value["text"], file.path, self.config.format)
+                elif kind_of(file.path) in _PLAIN:
+                    # Such files have no fields, so the text goes under the name that the source's other files use.
+                    yield {theirs("text", self.config): value["text"]}, where
+                else:
+                    yield value, where
+            meter.done, meter.file = meter.done + file.size, None
+
+    def _rows(self, meter: Meter) -> Iterator[Found]:
+        found = open_dataset(self.config) if self.dataset is None else self.dataset
+        meter.total = len(found)
+        with reading_dataset(self.config):
+            for batch in found.iter(_ROWS):
+                for values in zip(*batch.values(), strict=True):
+                    yield dict(zip(batch, values, strict=True)), place_of_row(self.config, meter.done)
+                    meter.done += 1
+
+    def identity(self) -> list[tuple[str, int, int]]:
+        """Return what changes whenever the content does, as values of JSON."""
+        return [(str(file.path), file.size, file.mtime_ns) for file in self.files]
+
+    def check_unchanged(self) -> None:
+        for file in self.files:
+            if _found(file.path) != file:
+                raise DataError(f"{file.path} changed while it was read. Start again when it is complete.")
+
+
+# -- records
+
+
+def read_records(source: SourceConfig | FoundSource, start: int = 0, *, meter: Meter | None = None) -> Iterator[Record]:
+    """Read the examples of a source in their order, without empty texts and the first `start`."""
+    found = source if isinstance(source, FoundSource) else find_source(source)
+    config = found.config
+    records = (record_of(value, where, config) for value, where in found.values(meter or Meter()))
+    if config.format == "text":
+        records = (record for record in records if record.value.get(theirs("text", config)) != "")
+    return islice(records, start, None)
+
+
+def record_of(value: Any, where: str, config: SourceConfig) -> Record:
+    """Make a record of a value; raise DataError where it is no object, or a column no number."""
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{where}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
+            f'{{"{theirs(FIELDS[config.format][0], config)}": ...}}.'
+        )
+    if config.columns:
+        value = {**value, **{theirs(name, config): _column(value, name, where, config) for name in config.columns}}
+    return Record(value, where)
+
+
+def theirs(name: str, config: SourceConfig) -> str:
+    return config.fields.get(name, name)
+
+
+def _column(value: dict[str, Any], name: str, where: str, config: SourceConfig) -> Any:
+    field = theirs(name, config)
+    if field not in value:
+        there = ", ".join(sorted(map(str, value))) or "none"
+        raise DataError(
+            f"{where}: no field {field!r}, which is to be a column. Fields that are there: {there}."
+            f"{nearest(field, map(str, value))} Name the one that holds it, with fields: {{{name}: ...}}."
+        )
+    column: Any = _number_in(value[field]) if isinstance(value, Cells) else value[field]
+    # One for each token where the tokens are given, or for each of a pair.
+    several = isinstance(column, list) and config.format in ("tokens", "preference")
+    for each in column if several else [column]:
+        is_real, is_whole = isinstance(each, float), isinstance(each, int)
+        if not (is_real and math.isfinite(each)) and not (is_whole and -(2**63) <= each < 2**63):
+            raise DataError(
+                f"{where}: column {field!r} holds {each!r:.80}, a {type(each).__name__}, but must hold a finite number."
+            )
+    return column
+
+
+def _number_in(cell: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(cell)
+        except ValueError:
+            pass
+    return cell
+
+
+# -- files
+
+
+def find_source(config: SourceConfig) -> FoundSource:
+    """Find the files of a source; raise DataError where some are missing, or cannot be read as the source says."""
+    if config.dataset is not None:
+        directory = _directory_of(config)
+        if directory is not None:
+            return FoundSource(config, tuple(_found(path) for path in sorted(directory.rglob("*")) if path.is_file()))
+        if config.streaming:
+            # Nothing is downloaded before it is read.
+            return FoundSource(config, ())
+        dataset = open_dataset(config)
+        # They change whenever the dataset does.
+        files = [Path(entry["filename"]) for entry in dataset.cache_files]
+        if not files:
+            raise DataError(
+                "the dataset is held in memory, not in files by which its changes are seen. Leave "
+                "HF_DATASETS_IN_MEMORY_MAX_SIZE out, or save it with `save_to_disk` and name the directory."
+            )
+        return FoundSource(config, tuple(map(_found, files)), dataset)
+    patterns = [config.files] if isinstance(config.files, str) else config.files or []
+    # A file that several globs match is one file: dict keys keep the first place.
+    paths = list(dict.fromkeys(path for pattern in patterns for path in _paths(pattern)))
+    if all(kind_of(path) in _PLAIN for path in paths):
+        if config.format != "text" and any(kind_of(path) == ".txt" for path in paths):
+            raise DataError(
+                f"format={config.format} is read from objects with fields; .txt files have none: {paths[0]}."
+            )
+        named = [*config.fields.values(), *config.columns]
+        if named:
+            raise DataError(
+                f".txt files have no fields such as {named[0]!r} (text_field, fields or columns), and "
+                f"{config.place!r} matches no others. Leave it out."
+            )
+    return FoundSource(config, tuple(map(_found, paths)))
+
+
+def _paths(pattern: str) -> list[Path]:
+    if pattern == STDLIB:
+        return _stdlib_paths()
+    matches = [Path(os.path.abspath(match)) for match in glob.glob(_literal_first(pattern), recursive=True)]
+    paths = sorted(path for path in matches if not path.is_dir())
+    if not paths:
+        hint = (
+            f" {matches[0]} is a directory: add '/**/*.txt' or '/**/*.jsonl' to it, or name it as a dataset if Hugging "
+            "Face datasets has saved it."
+            if matches
+            else f" Relative globs start at {os.getcwd()}; ** matches directories of any depth."
+        )
+        raise DataError(f"corpus glob {pattern!r} matches no file.{hint}")
+    for path in paths:
+        if kind_of(path) not in SUFFIXES:
+            raise DataError(
+                f"corpus glob {pattern!r} matches {path}, whose suffix is {path.suffix!r}. Allowed: "
+                f"{', '.join(SUFFIXES)}, each also with .gz or .zst. Narrow the glob, for instance to '*.txt', or "
+                "convert the file."
+            )
+    return paths
+
+
+def _stdlib_paths() -> list[Path]:
+    root = sysconfig.get_paths()["stdlib"]
+    paths = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_LEAVES_OUT]
+        paths += [Path(directory, name) for name in names if name.endswith(".py")]
+    if not paths:
+        raise DataError(
+            f"corpus 'stdlib' is empty: no .py file under {root}. This Python comes without sources; "
+            "name a glob of .txt or .jsonl files instead."
+        )
+    return sorted(paths)
+
+
+def _literal_first(pattern: str) -> str:
+    """Escape as many leading parts of a glob as exist by these very names, such as `run[1]`."""
+    path = Path(os.path.expanduser(pattern))
+    place, parts = path.anchor or ".", list(path.parts[1:] if path.anchor else path.parts)
+    while parts and os.path.lexists(os.path.join(place, parts[0])):
+        place = os.path.join(place, parts.pop(0))
+    return os.path.join(glob.escape(place), *parts)
+
+
+def _found(path: Path) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return SourceFile(path, status.st_size, status.st_mtime_ns)
+
+
+# -- datasets of Hugging Face
+
+
+def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
+    """Open the split of a dataset: a `datasets.Dataset`, or an `IterableDataset` where it is streamed."""
+    datasets = extra("datasets", f"the dataset {config.dataset!r}")
+    directory = _directory_of(config)
+    if directory is None and is_reader(datasets, str(config.dataset)):
+        raise DataError(
+            f"dataset {config.dataset!r} is a reader of the library `datasets`, which would read the current "
+            "directory. Name files under files, or the directory that holds them."
+        )
+    try:
+        # What `save_to_disk` leaves, of one split or several.
+        if directory is not None and any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            found = _saved(datasets, config, directory)
+            return found.to_iterable_dataset() if streaming else found
+        place = str(directory or config.dataset)
+        with own_files(extra("datasets.data_files", f"the dataset {place}"), place, directory):
+            return datasets.load_dataset(
+                place, config.name, split=config.split, revision=config.revision, streaming=streaming
+            )
+    except DataError:
+        raise
+    except Exception as error:  # the library raises whatever its readers and downloads meet
+        text = _first_line(error)
+        if directory is not None:
+            raise DataError(f"the dataset in {directory} cannot be opened: {text}.") from error
+        at = "" if config.revision is None else f" at revision {config.revision!r}"
+        raise DataError(
+            f"the dataset {config.dataset!r}{at} cannot be had from the hub: {type(error).__name__}: {text}. Look at "
+            "its name, configuration, split and revision; without a network, save it with `save_to_disk` where there "
+            "is one, and name the directory."
+        ) from error
+
+
+def _directory_of(config: SourceConfig) -> Path | None:
+    """Return the directory that a dataset names; None for a name of the hub."""
+    named = str(config.dataset)
+    path = Path(named).expanduser()
+    if path.is_dir():
+        if config.revision is not None:
+            raise DataError(f"revision={config.revision!r} is of a dataset of the hub, but {path} is a directory.")
+        return path.absolute()
+    if path.is_file():
+        raise DataError(f"dataset {named!r} is a file. Name it under files.")
+    if named.startswith(("/", "~", ".")) or named.count("/") > 1:
+        raise DataError(
+            f"dataset {named!r} is no directory ({path.absolute()}), nor the name of one of the hub, which is "
+            "'owner/name'."
+        )
+    return None
+
+
+def _saved(datasets: Any, config: SourceConfig, directory: Path) -> Any:
+    if config.name is not None:
+        raise DataError(f"name={config.name!r} is a configuration of a dataset, but {directory} was saved without any.")
+    found = datasets.load_from_disk(str(directory))
+    if not isinstance(found, datasets.DatasetDict):
+        saved = None if found.split is None else str(found.split)
+        if config.split not in (saved, "train"):
+            raise DataError(f"split={config.split!r}: {directory} holds one split{f', {saved}' if saved else ''}.")
+        return found
+    if config.split not in found:
+        raise DataError(
+            f"split={config.split!r}: {directory} has no such split.{nearest(config.split, found)} It has "
+            f"{', '.join(found)}."
+        )
+    return found[config.split]
+
+
+@contextmanager
+def reading_dataset(config: SourceConfig) -> Iterator[None]:
+    """Turn every error of the library, while rows are read, into a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the library raises whatever its readers and downloads meet
+        raise DataError(f"the dataset {config.dataset!r} cannot be read: {_first_line(error)}.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def place_of_row(config: SourceConfig, number: int) -> str:
+    return f"{config.dataset}[{config.split}]:{number}"

@@ -1,0 +1,303 @@
+"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text of which some spans are learnt.
+
+[Note: no tokenizer threads] The `tokenizers` library keeps its own pool of threads, which a fork (of a data loader,
+say) loses: older releases warn then, and the child may hang. So that pool is switched off here. Documents are encoded
+on Python threads, which end with the call; the library releases the interpreter lock meanwhile.
+
+[Note: edges] A span begins where a prompt ends. At inference the model is given the tokens of the prompt alone, so in
+training no token may lie across that edge either. The text is tokenized as a whole, and cut at an edge only where its
+tokens up to there are not those of the text up to there. Mostly they are, since a special token stands before an edge.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.base.errors import DataError
+from meshwright.files.parsing import json_object_or_empty, read_json_object, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EOS = "<|endoftext|>"
+_VARIABLE = "TOKENIZERS_PARALLELISM"
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
+_ANCHORS = ("\n", "a", ".")
+
+Span = tuple[int, int]
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a fast byte-level BPE tokenizer in which no text is unknown and `EOS` ends a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with no_tokenizer_threads():
+        tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def holds_tokenizer(directory: str | Path) -> bool:
+    """Return whether `directory` holds the vocabulary of a tokenizer; that of a model may have none."""
+    return any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARIES)
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a local directory; raise DataError where there is no usable one with an eos token."""
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"tokenizer directory {str(directory)!r} does not exist ({path.absolute()}). It must be a local directory; "
+            "nothing is downloaded. Leave tokenizer out to train one on the corpus."
+        )
+    # AutoTokenizer silently makes an empty tokenizer from a directory with only a model's config.json.
+    if not holds_tokenizer(path):
+        raise DataError(
+            f"{path} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. Save one there with "
+            "`tokenizer.save_pretrained`, or leave tokenizer out to train one on the corpus."
+        )
+    try:
+        with no_tokenizer_threads():
+            tokenizer = _class_for(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except BaseException as error:  # transformers raises whatever its parsers meet
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
+            raise
+        raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
+    _check_loaded(tokenizer, path)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer in {path} has no eos token, which separates documents. Set eos_token in its "
+            "tokenizer_config.json to a token that ends a text."
+        )
+    return tokenizer
+
+
+def _class_for(path: Path) -> Any:
+    """Choose the class that loads a tokenizer. AutoTokenizer imports torch, which is avoided where it is not needed."""
+    settings = path / "tokenizer_config.json"
+    if settings.is_file() and not (path / "config.json").exists():
+        named = read_json_object(settings).get("tokenizer_class")
+        if named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (path / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    from meshwright._compat.transformers import never_ask
+
+    _check_classes(path)
+    never_ask()
+    return AutoTokenizer
+
+
+def _check_classes(path: Path) -> None:
+    """Refuse a tokenizer whose files name a class that is no tokenizer: transformers would load it, such as a model."""
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    settings, config = (json_object_or_empty(path / name) for name in ("tokenizer_config.json", "config.json"))
+    types = [each.get("model_type") for each in (config, config.get("encoder")) if isinstance(each, Mapping)]
+    of_types = [TOKENIZER_MAPPING_NAMES.get(each) for each in types if isinstance(each, str)]
+    for name in (settings.get("tokenizer_class"), config.get("tokenizer_class"), *of_types):
+        # transformers tries a name with and without "Fast" at its end.
+        for candidate in (f"{name}Fast", *accumulate(str(name).split("Fast"), "{}Fast{}".format)):
+            found = getattr(transformers, candidate, None) if isinstance(name, str) else None
+            is_missing = type(found).__name__ == "DummyObject"  # needs another package, and says so
+            if not (found is None or is_missing or _is_tokenizer_class(found)):
+                raise DataError(
+                    f"the tokenizer in {path} cannot be loaded: tokenizer_class={name!r} is no class of a tokenizer. "
+                    f"Name the one that it was saved with in its tokenizer_config.json."
+                )
+
+
+def _is_tokenizer_class(found: object) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+
+
+def _check_loaded(tokenizer: Any, path: Path) -> None:
+    if not _is_tokenizer_class(type(tokenizer)):
+        raise DataError(f"{path} holds no tokenizer, but one of {type(tokenizer).__name__}.")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise DataError(
+            f"the tokenizer in {path} has model_max_length={tokenizer.model_max_length!r}, which is no number. Correct "
+            f"it in its tokenizer_config.json."
+        )
+    entries = len(tokenizer.get_vocab())
+    if vocab_size_of(tokenizer) > 2**20 + 2 * entries:
+        raise DataError(
+            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {vocab_size_of(tokenizer) - 1:,}. Each "
+            f"number is a row of the model's embedding. Number the tokens without large gaps."
+        )
+
+
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the rows that an embedding needs: the largest token id plus one, with added tokens and gaps."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """Return the dtype in which tokens are kept: uint16 where the vocabulary fits, else uint32."""
+    return np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
+
+
+@contextmanager
+def no_tokenizer_threads() -> Iterator[None]:
+    """Switch off the library's own threads by its variable, which it reads at each call."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A document before it is tokenized.
+
+    Attributes:
+        learnt: spans of characters, in order and disjoint; None: all of `text`.
+        opened: begin with what the tokenizer puts before a text.
+        closed: end with what it puts after a text, and an eos token, learnt where the text before them is.
+        unanswered: turns behind the last answer of a conversation, which are left out.
+    """
+
+    text: str
+    learnt: tuple[Span, ...] | None = None
+    opened: bool = False
+    closed: bool = False
+    unanswered: int = 0
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    ids: list[int]
+    offsets: list[Span]
+
+
+class DraftWriter:
+    """Tokenizes drafts, with special tokens around them as `tokenizer("x")` adds them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        if self._backend is not None:
+            # A tokenizer saved with a maximum length would cut documents.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._added = frozenset(tokenizer.added_tokens_decoder)
+        self._dtype = token_dtype(tokenizer)
+        self._before, self._after = self._around()
+        # Some tokenizers put a space before a text.
+        self._is_same_anywhere = self._ids("\na") == self._ids("\n") + self._ids("a")
+
+    def write(self, drafts: Sequence[Draft]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Return the tokens of each draft, (T,), and which are learnt, (T,) bool; None: all."""
+        whole = iter(self._batch([draft.text for draft in drafts if draft.learnt is None]))
+        found = []
+        for draft in drafts:
+            if draft.learnt is None:
+                found.append(self._finished(draft, next(whole), {}))
+            else:
+                edges = sorted({edge for span in draft.learnt for edge in span})
+                found.append(self._finished(draft, *self._cut(draft.text, edges, continues=False)))
+        return found
+
+    def _finished(
+        self, draft: Draft, ids: list[int], places: Mapping[int, int]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Add the special tokens that a draft lacks around it; none is there twice."""
+        before = self._before if draft.opened and ids[: len(self._before)] != self._before else []
+        after = self._after if draft.closed and ids[-1:] != self._after[-1:] else []
+        tokens = np.array([*before, *ids, *after], self._dtype)
+        if draft.learnt is None:
+            return tokens, None
+        labelled = np.zeros(len(tokens), bool)
+        for start, stop in draft.learnt:
+            labelled[len(before) + places[start] : len(before) + places[stop]] = True
+        if draft.learnt and draft.learnt[-1][1] == len(draft.text):
+            labelled[len(before) + len(ids) :] = True
+        return tokens, labelled
+
+    def _cut(self, text: str, edges: list[int], continues: bool) -> tuple[list[int], dict[int, int]]:
+        """Return the tokens of a text, and how many of them stand before each edge; see [Note: edges]."""
+        whole = self._encoded(text, continues)
+        added = [index for index in range(len(whole.offsets)) if whole.ids[index] in self._added]
+        places: dict[int, int] = {}
+        for number, edge in enumerate(edges):
+            place = self._place(text, edge, whole, added, continues)
+            if place is None:
+                left, left_places = self._cut(text[:edge], edges[:number], continues)
+                right, right_places = self._cut(text[edge:], [each - edge for each in edges[number + 1 :]], True)
+                moved = {each + edge: place + len(left) for each, place in right_places.items()}
+                return left + right, {**left_places, edge: len(left), **moved}
+            places[edge] = place
+        return whole.ids, places
+
+    def _place(self, text: str, edge: int, whole: _Encoded, added: list[int], continues: bool) -> int | None:
+        """Count the tokens before an edge; None where the text up to the edge has other tokens."""
+        if edge in (0, len(text)):
+            return len(whole.ids) if edge else 0
+        start = index = 0
+        before = bisect_right(added, edge, key=lambda each: whole.offsets[each][1])
+        if before:
+            index = added[before - 1]
+            start, stop = whole.offsets[index]
+            if stop == edge:
+                return index + 1
+        prefix = self._encoded(text[start:edge], continues and start == 0).ids
+        return index + len(prefix) if whole.ids[index : index + len(prefix)] == prefix else None
+
+    def _encoded(self, text: str, continues: bool) -> _Encoded:
+        if continues and not self._is_same_anywhere:
+            for anchor in _ANCHORS:
+                alone, shift = self._ids(anchor), len(anchor)
+                both = self._encoded(anchor + text, continues=False)
+                if both.ids[: len(alone)] == alone:
+                    offsets = [(a - shift, b - shift) for a, b in both.offsets[len(alone) :]]
+                    return _Encoded(both.ids[len(alone) :], offsets)
+        if self._backend is None:
+            return _Encoded(self._ids(text), [])
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return _Encoded(encoding.ids, encoding.offsets)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._batch([text])[0]
+
+    def _batch(self, texts: list[str]) -> list[list[int]]:
+        if self._backend is not None:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Return what `tokenizer("x")` puts before and after a text, with an eos token at the end."""
+        inner = self._ids("x")
+        whole = list(self._tokenizer("x", verbose=False)["input_ids"])
+        starts = [start for start in range(len(whole)) if whole[start : start + len(inner)] == inner]
+        start = starts[0] if starts else 0
+        after = whole[start + len(inner) :] if starts else []
+        eos = self._tokenizer.eos_token_id
+        return whole[:start], after if after[-1:] == [eos] else [*after, eos]

@@ -1,0 +1,305 @@
+"""Tokenize the records of a source in their order, on threads or in processes.
+
+[Note: where tokenizing runs] A small source is tokenized in this process: by its threads where the library releases the
+interpreter lock, else by one. After a number of characters, which take longer than a process takes to start, processes
+take over. The result is the same: records are grouped beforehand, and collected in order.
+
+[Note: processes of our own] A fork would lose the threads of torch and of tokenizers and may hang; multiprocessing runs
+the user's script again. So a worker is a Python of its own that runs `serve`, and ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain, islice
+from queue import Empty, SimpleQueue
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.base.errors import DataError
+from meshwright.base.processes import usable_cores
+from meshwright.base.safe_path import PYTHON
+from meshwright.files.terminal import escape_messages
+
+from .chat_template import read_chat_template
+from .config import FIELDS, DataConfig, SourceConfig
+from .documents import Documents, Split, is_nearer, mixed_column, place_of, split_of
+from .encoder import Counts, Encoder, Example
+from .sources import Record, theirs
+from .tokenizer import no_tokenizer_threads, token_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BATCH_CHARACTERS = 1 << 18
+_IN_THIS_PROCESS = 1 << 25
+_ON_ONE_THREAD = 1 << 21
+"""Characters after which processes take over: where threads share the work, and where they cannot."""
+_MOST_PROCESSES = 32
+"""One process reads for all."""
+_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How the records of a source become tokens: options of `Encoder`, and the share that is held out."""
+
+    source: SourceConfig
+    options: dict[str, Any]
+    fraction: float
+
+
+def tokenizing(source: SourceConfig, config: DataConfig, fraction: float) -> Tokenizing:
+    too_long = config.too_long_for(source.format)
+    options = {
+        "loss_on": config.loss_on,
+        "chat_template": None if config.chat_template is None else read_chat_template(config.chat_template),
+        "too_long": too_long,
+        # Documents that are cut anywhere may have any length.
+        "seq_len": None if too_long is None else config.seq_len,
+        "fields": source.fields,
+        "columns": source.columns,
+    }
+    return Tokenizing(source, options, fraction)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some records, tokenized.
+
+    Attributes:
+        nearest: of each side, the record that is nearest to the other: its place, and its documents, [first, stop).
+        kept: how many of the records have become documents.
+    """
+
+    documents: dict[Split, Documents]
+    nearest: dict[Split, tuple[float, int, int]]
+    counts: Counts
+    kept: int
+
+
+Encode = Callable[[list[Record]], Piece]
+
+
+def tokenized(records: Iterable[Record], how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    """Yield the tokens of records in their order, with few of them in memory; see [Note: where tokenizing runs]."""
+    cores = usable_cores()
+    with no_tokenizer_threads():
+        encode = PieceEncoder(how, tokenizer)
+        # Tokenizers written in Python are not known to be thread-safe.
+        on_threads = how.source.format == "text" and bool(tokenizer.is_fast)
+        batches = _batches(records)
+        characters = _IN_THIS_PROCESS if on_threads else _ON_ONE_THREAD
+        at_first = islice(batches, max(1, characters // _BATCH_CHARACTERS))
+        yield from _in_order(at_first, encode, cores if on_threads else 1)
+        rest = next(batches, None)
+        if rest is not None:
+            with _processes(how, tokenizer) as encode_there:
+                yield from _in_order(chain([rest], batches), encode_there, min(cores, _MOST_PROCESSES))
+
+
+class PieceEncoder:
+    def __init__(self, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encoder = Encoder(tokenizer, how.source.format, **how.options)
+        self._how, self._dtype = how, token_dtype(tokenizer)
+
+    def __call__(self, records: list[Record]) -> Piece:
+        found, counts = self._encoder.encode(records)
+        examples: dict[Split, list[Example]] = {}
+        nearest: dict[Split, tuple[float, int, int]] = {}
+        for record, made in zip(records, found, strict=True):
+            if made:
+                place = place_of(_content(record, self._how.source))
+                side = split_of(place, self._how.fraction)
+                kept = examples.setdefault(side, [])
+                if side not in nearest or is_nearer(place, nearest[side][0], side):
+                    nearest[side] = (place, len(kept), len(kept) + len(made))
+                kept += made
+        columns = tuple(self._how.source.columns)
+        documents = {side: _joined(kept, self._dtype, columns) for side, kept in examples.items()}
+        return Piece(documents, nearest, counts, sum(map(bool, found)))
+
+
+def _content(record: Record, source: SourceConfig) -> str:
+    """Return the text or fields of an example without its columns; equal ones are on the same side."""
+    value = record.value
+    if source.format == "text":
+        return str(value[theirs("text", source)])
+    names = {theirs(name, source) for name in FIELDS[source.format]}
+    return json.dumps({name: value[name] for name in sorted(names & value.keys())}, sort_keys=True, default=str)
+
+
+def _joined(examples: list[Example], dtype: np.dtype, columns: tuple[str, ...]) -> Documents:
+    tokens = np.concatenate([example.tokens for example in examples]).astype(dtype, copy=False)
+    ends = np.cumsum([len(example) for example in examples], dtype=np.int64)
+    labelled = None
+    if any(example.labelled is not None for example in examples):
+        every = [np.ones(len(each), bool) if each.labelled is None else each.labelled for each in examples]
+        labelled = np.concatenate(every)
+    found = {name: _column([example.columns[name] for example in examples], name) for name in columns}
+    return Documents(tokens, ends, labelled, found)
+
+
+def _column(values: list[Any], name: str) -> np.ndarray:
+    kinds = {isinstance(value, list) for value in values}
+    if len(kinds) > 1:
+        raise mixed_column(name)
+    flat = [each for value in values for each in value] if kinds == {True} else values
+    return np.array(flat, np.int64 if all(isinstance(each, int) for each in flat) else np.float64)
+
+
+def _in_order(batches: Iterable[list[Record]], encode: Encode, threads: int) -> Iterator[Piece]:
+    pending: deque[Future[Piece]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for batch in batches:
+                pending.append(pool.submit(encode, batch))
+                if len(pending) > 2 * threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Group records until they hold enough characters to be worth a task."""
+    batch: list[Record] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        characters += _size_of(record.value)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list) and value and isinstance(value[0], str | dict | list):
+        return sum(map(_size_of, value))
+    return 4 * len(value) if isinstance(value, list) else 4
+
+
+@contextmanager
+def _processes(how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encode]:
+    """Encode in worker processes, one for each call at a time; they have ended when the context is left."""
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    workers: list[Worker] = []
+
+    def encode(records: list[Record]) -> Piece:
+        try:
+            worker = idle.get_nowait()
+        except Empty:
+            # The tokenizer is sent: loading it would import torch, to look through the models that it may be of.
+            worker = Worker(PieceEncoder, how, tokenizer)
+            workers.append(worker)
+        piece: Piece = worker.call(records)
+        idle.put(worker)
+        return piece
+
+    try:
+        yield encode
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+class Worker:
+    """A process that calls what `make(*args)` returns, for one thread; see [Note: processes of our own]."""
+
+    def __init__(self, make: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        self._process = subprocess.Popen(
+            [*PYTHON, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+        )
+        self._begin = (make, args)
+        self._begun = False
+
+    def call(self, argument: Any) -> Any:
+        if not self._begun:
+            self._begun = True
+            self._ask(self._begin)
+        return self._ask(argument)
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.wait()
+
+    def _ask(self, question: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise DataError("the process that tokenizes has no pipes.")
+        try:
+            _send(stdin, question)
+            is_error, answer = _receive(stdout)
+        except (EOFError, BrokenPipeError):
+            code = self._process.wait()
+            raise DataError(
+                f"a process that tokenizes ended unexpectedly (exit code {code}); if it is -9, memory may have run out."
+            ) from None
+        if is_error:
+            raise answer
+        return answer
+
+
+def serve() -> None:
+    """Run a worker over standard input and output; what libraries print goes to stderr."""
+    # Schedulers send these to all processes; this one ends with the one that it works for.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    escape_messages()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    function: Callable[[Any], Any] | None = None
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            question = _receive(sys.stdin.buffer)
+            try:
+                if function is None:
+                    make, args = question
+                    function, result = make(*args), None
+                else:
+                    result = function(question)
+                answer: tuple[bool, Any] = (False, result)
+            except Exception as error:
+                answer = (True, error)
+            _send(answers, answer)
+
+
+def _send(pipe: IO[bytes], value: Any) -> None:
+    content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.write(len(content).to_bytes(_LENGTH, "little"))
+    pipe.write(content)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> Any:
+    return pickle.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH), "little")))
+
+
+def _read(pipe: IO[bytes], count: int) -> bytes:
+    content = pipe.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content

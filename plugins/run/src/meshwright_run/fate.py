@@ -1,0 +1,224 @@
+"""What happens to an output directory that holds something: a run begins, resumes, has finished, or is refused."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import CheckpointError, ConfigError, TornCheckpointError
+from meshwright.checkpoint import read_manifest
+from meshwright.checkpoint.manifest import all_in
+from meshwright.checkpoint.places import Folder, LocalFolder
+from meshwright.files.parsing import read_json_object
+from meshwright.launch.environment import started_elsewhere
+
+from .run_directory import RunDirectory
+from .run_file import RunConfig, load_run
+from .run_sections import EvalConfig, MetricsConfig
+
+NEVER, AUTO = "never", "auto"
+
+
+class Fate(Enum):
+    """What happens to an output directory."""
+
+    BEGIN = "nothing is there that matters"
+    REPLACE = "what is there is removed"
+    GO_ON = "the run goes on, if there is a checkpoint"
+    DONE = "the run has finished; nothing is touched"
+
+
+def check_restarts(config: RunConfig) -> None:
+    """Refuse, at the first attempt, restarts by torchrun that could not resume."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if config.checkpoint.replicate is not None and started_elsewhere() and restarts in ("", "0"):
+        raise ConfigError(
+            "checkpoint.replicate copies state for ranks that are begun anew by the same launcher, and this one begins "
+            "none anew. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
+            "leave checkpoint.replicate out."
+        )
+    why_not = why_it_cannot_resume(config)
+    if restarts.isdecimal() and restarts != "0" and why_not is not None:
+        wrong, remedy = why_not
+        raise ConfigError(
+            f"torchrun is to restart failed ranks up to {restarts} times (--max-restarts), but {wrong}. {remedy}, or "
+            f"--max-restarts=0."
+        )
+
+
+def why_it_cannot_resume(config: RunConfig) -> tuple[str, str] | None:
+    """Return why a restarted run would not resume, and the remedy; None if it would."""
+    if not config.checkpoint.saves:
+        return "the run saves no checkpoints to go on from", "Set checkpoint.every"
+    if config.resumption.source == NEVER:
+        return "resume=never would start anew, and remove what has been done", "Set resume=auto"
+    return None
+
+
+def check_output(config: RunConfig, steps: int | None) -> Fate:
+    """Decide what happens to the output directory; nothing is changed."""
+    directory = RunDirectory.of(config)
+    path = directory.path
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir={config.output_dir!r} lies below {existing}, which is a file. Name another.")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
+    fate = _fate(config, directory, steps)
+    if fate is Fate.REPLACE:
+        _check_not_needed(config, directory)
+        directory.check_listed()
+        _check_own(directory)
+    return fate
+
+
+def _fate(config: RunConfig, directory: RunDirectory, steps: int | None) -> Fate:
+    source = config.resumption.source
+    if is_finished(config):
+        return Fate.DONE
+    if source not in (AUTO, NEVER):
+        given = directory.place_of(source)
+        if began_from(directory, given):
+            # It may be gone: retention knows only what the run has saved.
+            return Fate.GO_ON
+        read_manifest(given)
+        if given.parent.is_same(directory.checkpoints) or given.parent.parent.is_same(directory.checkpoints):
+            return Fate.GO_ON
+    if source == AUTO and directory.summary.exists():
+        if _finished_goes_on(config, directory, steps):
+            return Fate.GO_ON
+    elif source == AUTO:
+        begun = config.checkpoint.saves and directory.run_file.exists()
+        if all_in(directory.checkpoints) or begun:
+            return Fate.GO_ON
+    held = []
+    if not directory.is_empty():
+        held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
+    if directory.saves_elsewhere and (there := all_in(directory.checkpoints)):
+        held.append(
+            f"checkpoint.to={config.checkpoint.to!r} holds {there[0].name} of an earlier run. Name another place"
+        )
+    if held and not config.overwrite:
+        raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
+    return Fate.REPLACE if held else Fate.BEGIN
+
+
+def _finished_goes_on(config: RunConfig, directory: RunDirectory, steps: int | None) -> bool:
+    """Whether a finished run is to resume: it has more steps now, or more patience."""
+    if steps is None:
+        return True
+    has_some = bool(all_in(directory.checkpoints))
+    done, of_steps = _read_summary(directory.summary)
+    if steps > of_steps:
+        if has_some:
+            return True
+        raise ConfigError(
+            f"steps={steps}, but the run in output_dir={config.output_dir!r} has finished with {of_steps} and has "
+            f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
+            f"overwrite=true to replace it."
+        )
+    before, eval_section = _run_before(directory), EvalConfig()
+    return (
+        done < of_steps
+        and has_some
+        and before is not None
+        and _trains(before, eval=eval_section) == _trains(config, eval=eval_section)
+    )
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether this very run has finished: its directory has a summary, and the same run file."""
+    directory, source = RunDirectory.of(config), config.resumption.source
+    if source == NEVER or not directory.summary.exists():
+        return False
+    before = _run_before(directory)
+    if before is None or _trains(before) != _trains(config):
+        return False
+    return source == AUTO or before.resumption.source == source
+
+
+def _trains(config: RunConfig, **without: Any) -> RunConfig:
+    """Return a run without the settings that do not change how it trains, and without others."""
+    unseen = {"metrics": MetricsConfig(), "trackers": [], "profile": None, "max_restarts": 0, "elastic": None}
+    unseen |= {"watchdog_s": None, "verify_every": None}
+    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **unseen, **without})
+
+
+def _run_before(directory: RunDirectory) -> RunConfig | None:
+    """Return the run file in a directory; None if there is none that can be read."""
+    with suppress(ConfigError):
+        return load_run(directory.run_file) if directory.run_file.is_file() else None
+    return None
+
+
+def named_before(directory: RunDirectory) -> Folder | None:
+    """Return the checkpoint that the run file in a directory names."""
+    before = _run_before(directory)
+    if before is None or before.resumption.source in (AUTO, NEVER):
+        return None
+    return directory.place_of(before.resumption.source)
+
+
+def began_from(directory: RunDirectory, given: Folder) -> bool:
+    """Whether the unfinished run in its directory has begun with a checkpoint, there or elsewhere."""
+    if directory.summary.exists():
+        return False
+    before = named_before(directory)
+    if before is not None and before.is_same(given):
+        return True
+    for place in all_in(directory.checkpoints):
+        with suppress(CheckpointError):
+            if read_manifest(place).extra.get("named") == str(given):
+                return True
+    return False
+
+
+def _read_summary(path: Path) -> tuple[int, int]:
+    """Return the steps that a finished run has done, and those that it was to have."""
+    try:
+        summary = read_json_object(path)
+        done = int(summary["steps"])
+        return done, int(summary.get("of_steps", done))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error!r}. Remove it, if the run has not finished; it then goes on "
+            f"from its newest checkpoint."
+        ) from None
+
+
+def _check_not_needed(config: RunConfig, directory: RunDirectory) -> None:
+    """Refuse to replace what the run begins with."""
+    saved = directory.checkpoints
+    own = {directory.model, directory.averaged_model}
+    for name in own | ({saved.path} if isinstance(saved, LocalFolder) else set()):
+        replaced = name.resolve()
+        for key, path in (
+            ("model.path", config.model.get("path")),
+            ("model.checkpoint", config.model.get("checkpoint")),
+            ("model.peft.adapter", (config.model.get("peft") or {}).get("adapter")),
+            ("data.tokenizer", config.data.tokenizer),
+        ):
+            if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):
+                raise ConfigError(f"{key}={path!r} lies in what this run replaces ({name}). Name another output_dir.")
+
+
+def _check_own(directory: RunDirectory) -> None:
+    """Refuse to replace checkpoints of another run, or such that are signed with another key."""
+    if not directory.saves_elsewhere and directory.checkpoint.key_file is None:
+        return
+    for place in all_in(directory.checkpoints):
+        try:
+            run = read_manifest(place).extra.get("run")
+        except TornCheckpointError:
+            continue
+        whose = run.get("output_dir") if isinstance(run, dict) else None
+        if directory.saves_elsewhere and isinstance(whose, str) and not directory.is_same(whose):
+            raise ConfigError(
+                f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
+                f"output_dir={directory.given!r} alone. Name another place in checkpoint.to, or remove it yourself."
+            )

@@ -1,0 +1,224 @@
+"""Files of a run's observers: events of the first rank, times and memory of each rank, timelines, and hangs.
+
+`events.jsonl` covers all attempts, also steps that were done again after one was killed. Its first line has the run's
+id.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshwright.events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+from meshwright.events.step import StepResult
+from meshwright.files.parsing import open_regular, parse_json
+from meshwright.files.terminal import warn
+from meshwright.files.writing import append, write_whole
+from meshwright.mesh.progress import Counts, Hang, Sign
+from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.hooks import hookimpl
+from meshwright.train.loop.fit import new_id
+
+from .report import NewStragglers, without_nan
+from .run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from .profile.faults import FaultFiles
+
+_LONGEST = 1 << 20
+"""Bytes of a line that is read."""
+
+
+def id_of(events: Path) -> str:
+    """Return the id of the run that a file of events is of, or a new one."""
+    try:
+        with open_regular(events) as file:
+            known = parse_json(file.readline(_LONGEST).decode())["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return new_id()
+    return known if isinstance(known, str) and known else new_id()
+
+
+def note(events: Path, event: str, **values: Any) -> None:
+    """Add a line. A disk that takes none is reported in a warning, and ends no run."""
+    Journal(events).note(event, **values)
+
+
+class Journal:
+    """Observer on the first rank that writes the lines. A disk that takes none is reported once."""
+
+    def __init__(self, events: Path) -> None:
+        self._path = events
+        self._has_told = False
+        self._stragglers = NewStragglers()
+
+    def note(self, event: str, **values: Any) -> None:
+        """Add a line, if the disk takes it."""
+        try:
+            append(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
+        except OSError as error:
+            if not self._has_told:
+                warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
+            self._has_told = True
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo) -> None:
+        hidden = ("config", "directory", "rank")
+        self.note("start", **{name: value for name, value in vars(run).items() if name not in hidden})
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        for each in self._stragglers.of(result):
+            self.note("straggler", step=result.step, **without_nan(each))
+
+    @hookimpl
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.note("evaluation", **{**asdict(evaluation), "losses": without_nan(evaluation.losses)})
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        self.note("bad step", **asdict(bad))
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        self.note("checkpoint", **asdict(checkpoint))
+
+    @hookimpl
+    def on_fault(self, fault: Fault) -> None:
+        self.note("fault", **asdict(fault))
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        told = {**vars(summary), "evaluations": without_nan(summary.evaluations)}
+        del told["run"]
+        self.note("end", **told)
+
+
+class HangFiles:
+    """Writes down a hang on one rank; see `meshwright.mesh.progress.Witness`. `files` gives those of a rank's fault."""
+
+    def __init__(self, directory: RunDirectory, rank: int, files: Callable[[int], FaultFiles]) -> None:
+        self._directory, self._rank, self._files = directory, rank, files
+        self.where = str(directory.faults)
+
+    def leave(self, sign: Sign) -> Counts:
+        text = f"step {sign.at.step}, phase {sign.at.phase}, at {sign.place}"
+        fault = Fault(sign.at.step, self._rank, "Hang", text, time.time())
+        return self._files(self._rank).write(fault, cpp_stacks=False)
+
+    def tell(self, hang: Hang) -> None:
+        for rank in hang.ranks:
+            at: dict[str, Any] = {"process": None, "since": hang.since, "is_silent": hang.is_silent}
+            if (sign := hang.signs.get(rank)) is not None:
+                at |= {"step": sign.at.step, "phase": sign.at.phase, "place": sign.place, "process": sign.process}
+                if hang.is_silent:
+                    self._write_last_stack(rank, sign)
+            note(self._directory.events, "hang", rank=rank, **at)
+
+    def _write_last_stack(self, rank: int, sign: Sign) -> None:
+        """Write the main thread's stack of a rank that cannot do so itself, from its last sign."""
+        path, head = self._files(rank).stacks, "Main thread, as of the last sign (most recent call first)"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join([f"{head}: {sign.process}\n", *(f"  {frame}\n" for frame in sign.stack)]))
+
+
+FLUSHED_AFTER_S = 2.0
+"""Lines are written together, so that a shared file system sees few writes of many ranks."""
+
+
+class RankLog:
+    """Observer of a rank's own steps. A disk that takes nothing is reported once in a warning, and ends no run."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._lines: list[str] = []
+        self._written_at, self._is_off = clock(), False
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        told: dict[str, Any] = {"step": result.step, "time": result.ended, "seconds": result.seconds}
+        told |= {"times": dict(result.times), "memory": dict(result.memory)}
+        self._lines.append(json.dumps(told) + "\n")
+        if self._clock() - self._written_at >= FLUSHED_AFTER_S:
+            self._write()
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        self._written_at = self._clock()
+        lines, self._lines = self._lines, []
+        if self._is_off or not lines:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append(self._path, "".join(lines))
+        except OSError as error:
+            self._is_off = True
+            warn(f"{self._path} cannot be written: {error}. The run goes on without it.", stacklevel=2)
+
+
+class TimelineRecorder(Protocol):
+    """The attribute `timeline` of a manager that has timelines."""
+
+    def record_next(self) -> None:
+        """Record the next step."""
+
+    def take(self) -> dict[str, Any] | None:
+        """Return what was recorded, once: "time" [s since 1970], "pp_rank", and "actions", each of kind, stage,
+        microbatch, start and end [s from "time"]. None: the last step was not recorded."""
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The schedule of all ranks along `pp`, once a step was recorded: "schedule", its "unit" of time, the "bubble"
+        from 0 to 1, and "ranks", the actions of each."""
+
+
+class TimelineLog:
+    """Observer of a rank that records and writes timelines. A disk that takes none is reported once in a warning."""
+
+    def __init__(self, recorder: TimelineRecorder, directory: Path, *, rank: int, every: int) -> None:
+        self._recorder, self._directory = recorder, RunDirectory(directory)
+        self._rank, self._every = rank, every
+        self._has_planned = self._is_off = False
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo) -> None:
+        self._ask(run.start + 1)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        found = self._recorder.take()
+        if found is not None and not self._is_off:
+            try:
+                self._write({"step": result.step, **found})
+            except OSError as error:
+                self._is_off = True
+                warn(
+                    f"{self._directory.timeline} cannot be written: {error}. The run goes on without it.", stacklevel=2
+                )
+        self._ask(result.step + 1)
+
+    def _ask(self, step: int) -> None:
+        if step % self._every == 0 and not self._is_off:
+            self._recorder.record_next()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._directory.timeline.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0 and not self._has_planned:
+            write_whole(self._directory.planned, json.dumps(self._recorder.planned) + "\n")
+            self._has_planned = True
+        append(self._directory.timeline / f"rank-{self._rank:05}.jsonl", json.dumps(line) + "\n")
+
+
+def timeline_logs(manager: StrategyManager, directory: Path, every: int | None) -> list[TimelineLog]:
+    """Return the observer of this rank, if the run asks for timelines and its strategy has them."""
+    recorder: TimelineRecorder | None = getattr(manager, "timeline", None)
+    if recorder is None or every is None:
+        return []
+    return [TimelineLog(recorder, directory, rank=manager.mesh.rank, every=every)]

@@ -1,0 +1,114 @@
+"""A process beside a rank that kills it once it is stopped: `python -m meshwright_run.launch.companion PID SECONDS`.
+
+[Note: a rank that is stopped] It cannot end itself, and its peers may all be on other machines. torchrun's agent and
+srun send SIGTERM, which a stopped process does not get, and wait for long. So a rank that another launcher than `local`
+has started tells a companion, again and again, for how long it may be silent from then on; after longer silence the
+companion sends SIGKILL. What stops all processes of a job, such as a scheduler's suspend or Ctrl-Z, stops the companion
+too, which does not count that time. It ends with the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from meshwright.base.processes import Handle
+from meshwright.base.safe_path import PYTHON
+from meshwright.files.terminal import warn
+
+LEAST_INTERVAL_S = 1.0
+"""A word takes a quarter of a millisecond of a CPU, on both sides."""
+_WORD = struct.Struct("d")
+_MOST_WORDS = 512
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that a rank may survive for a while."""
+
+
+class Companion(threading.Thread):
+    """The companion of this rank, as a context manager; see [Note: a rank that is stopped].
+
+    After an error in the context it stays.
+
+    Args:
+        patience_s: returns for how long this rank may be silent from now on. The companion waits an interval longer,
+            since the last word that came may be as old.
+        interval_s: between two words, at least `LEAST_INTERVAL_S`.
+    """
+
+    def __init__(self, patience_s: Callable[[], float], interval_s: float) -> None:
+        super().__init__(name="meshwright-companion", daemon=True)
+        self._patience_s, self._interval_s = patience_s, max(interval_s, LEAST_INTERVAL_S)
+        self._over = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Companion:
+        command = [*PYTHON, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
+        nothing = subprocess.DEVNULL
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, bufsize=0)
+        except OSError as error:
+            warn(f"nothing would end this rank once it is stopped: no process started: {error}", stacklevel=2)
+            return self
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+        self.tell()
+        self.start()
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None and self._process is not None:
+            self._over.set()
+            self.join()
+            self._process.kill()
+            self._process.communicate()
+
+    def run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            self.tell()
+
+    def tell(self) -> None:
+        """Send a word, from any thread."""
+        if self._process is not None and self._process.stdin is not None:
+            # A companion that does not read is stopped itself, or has ended.
+            with suppress(OSError):
+                os.write(self._process.stdin.fileno(), _WORD.pack(self._patience_s() + self._interval_s))
+
+
+def watch(rank: int, words: int, interval_s: float) -> None:
+    """Kill the process `rank`, the parent of this one, after too long a silence; return when it has ended.
+
+    Args:
+        words: file descriptor to read words from, each a number of seconds.
+        interval_s: between two words.
+    """
+    patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
+    # Opened while it is the parent, it cannot be another process with the same pid.
+    process = Handle(rank)
+    while os.getppid() == rank:
+        has_come = select.select([words], [], [], interval_s)[0]
+        elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
+        # More than two intervals: this process was stopped itself.
+        silent_s = 0.0 if has_come else silent_s + min(elapsed_s, 2 * interval_s)
+        if has_come:
+            read = os.read(words, _MOST_WORDS * _WORD.size)
+            if not read:
+                return
+            (patience_s,) = _WORD.unpack(read[-_WORD.size :])
+        if silent_s > patience_s:
+            process.send(signal.SIGKILL)
+            return
+
+
+if __name__ == "__main__":
+    for name in _IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    watch(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))

@@ -1,0 +1,171 @@
+"""Find the rank that hangs from the signs of life of all ranks.
+
+[Note: who hangs] The ranks at the earliest position (see [Note: positions] in `mesh.progress`) hold up the others. If
+they all have stood still for too long, there is a hang. The culprits are those of them that do not wait for others; if
+several are left, those that have started fewer collectives of a group than other ranks of it, by torch's flight
+recorder (with NCCL the host waits for the device, and not in torch.distributed); then those with fewer microbatches
+done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from meshwright.mesh.progress import Counts, Sign
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+DONE = -1
+"""The count of a rank whose main function has returned."""
+MOST_FRAMES = 40
+"""Frames of the main thread's stack in a sign."""
+_WAITING = frozenset({"wait", "_pass"})
+"""Functions of this project in which a rank waits for others."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank reports once there is a hang."""
+
+    sign: Sign
+    counts: Counts = field(default_factory=dict)
+
+
+def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) -> dict[int, Sign]:
+    """Return the last sign of each rank that has given one; of the `known` ranks this is not asked first."""
+    keys = {rank: str(rank) for rank in ranks if rank in known or store.check([str(rank)])}
+    values = store.multi_get(list(keys.values())) if keys else []
+    return {rank: Sign.read(value) for rank, value in zip(keys, values, strict=True)}
+
+
+def main_thread() -> tuple[bool, str, tuple[str, ...]]:
+    """Return whether the main thread waits for other ranks, where it is outside of torch, and its stack."""
+    ident = threading.main_thread().ident
+    innermost = sys._current_frames().get(ident) if ident is not None else None
+    frames = list(_outwards(innermost))
+    waits, place = False, "(not known)"
+    for frame in frames:
+        parts = frame.f_code.co_filename.split(os.sep)
+        is_torch = "torch" in parts
+        waits = waits or (is_torch and "distributed" in parts[parts.index("torch") :])
+        is_waiting = frame.f_code.co_name in _WAITING and any(part.startswith("meshwright") for part in parts[:-1])
+        waits = waits or is_waiting
+        if not is_torch and frame.f_code.co_filename != threading.__file__:
+            place = _described(frame)
+            break
+    return waits, place, tuple(map(_described, frames[:MOST_FRAMES]))
+
+
+def _described(frame: FrameType) -> str:
+    where = "/".join(frame.f_code.co_filename.split(os.sep)[-3:])
+    return f"{where}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def standing(signs: Mapping[int, Sign], limit_s: float) -> list[int]:
+    """Return the ranks at the earliest position, if they all have stood still for longer; see [Note: who hangs]."""
+    last = _last(signs)
+    too_long = all(sign.still_s > limit_s and sign.at.settled and not sign.at.patient for sign in last.values())
+    return list(last) if last and too_long else []
+
+
+def culprits(reports: Mapping[int, Report]) -> list[int]:
+    """Return the ranks to name; see [Note: who hangs]."""
+    found = list(_last({rank: report.sign for rank, report in reports.items()}))
+    found = [rank for rank in found if not reports[rank].sign.waits] or found
+    found = [rank for rank in found if _is_behind(rank, reports)] or found
+    fewest = min((reports[rank].sign.at.moves for rank in found), default=0)
+    return [rank for rank in found if reports[rank].sign.at.moves == fewest]
+
+
+def _last(signs: Mapping[int, Sign]) -> dict[int, Sign]:
+    going = {rank: sign for rank, sign in signs.items() if sign.count != DONE}
+    earliest = min(((sign.at.step, sign.at.part) for sign in going.values()), default=None)
+    return {rank: sign for rank, sign in going.items() if (sign.at.step, sign.at.part) == earliest}
+
+
+def _is_behind(rank: int, reports: Mapping[int, Report]) -> bool:
+    mine = reports[rank].counts
+    others = (report.counts for other, report in reports.items() if other != rank)
+    return any(group in mine and mine[group] < counts for each in others for group, counts in each.items())
+
+
+def tell_standing(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
+    """Return the message about ranks that live and do not move."""
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
+    sign = signs[ranks[0]]
+    return (
+        f"{which} hangs: no progress for {sign.still_s:.1f} s in step {sign.at.step}, phase {sign.at.phase}: "
+        f"{_places(ranks, signs)}. If a phase may take so long, raise watchdog_s."
+    )
+
+
+def tell_silent(ranks: Sequence[int], signs: Mapping[int, Sign], how_long: str, option: str = "timeout_s") -> str:
+    """Return the message about ranks that give no sign of life; `option` of the run file sets how long they may."""
+    rank, others = ranks[0], ", ".join(map(str, ranks[1:]))
+    sign = signs.get(rank)
+    who, where = f"rank {rank}", ""
+    if sign is not None:
+        step = f", in step {sign.at.step}, phase {sign.at.phase}" if sign.at.step else ""
+        who, where = f"{who} ({sign.process})", f" It was last at {sign.place}{step}."
+    more = f" So do the ranks {others}." if others else ""
+    return (
+        f"{who} hangs: no sign of life for {how_long}.{where}{more} Its process is stopped or starved, or its machine "
+        f"is cut off. If such pauses are to be borne, raise {option}."
+    )
+
+
+def tell_cut_off(rank: int, sign: Sign, how_long: str, option: str) -> str:
+    """Return the message of a rank that gets no answer from a launcher's store; arguments as of `tell_silent`."""
+    return (
+        f"rank {rank} ({sign.process}) gets no answer from the rendezvous store for {how_long}: its machine is cut "
+        f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will go on "
+        f"without it. If such pauses are to be borne, raise {option}."
+    )
+
+
+def _places(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
+    return "; ".join(f"rank {rank} ({signs[rank].process}) is at {signs[rank].place}" for rank in ranks)
+
+
+def who_hangs(store: Store, me: int, size: int, gave_up: Callable[[], Collection[int]]) -> str | None:
+    """Name the rank that others wait for in vain, after a collective of this rank has timed out.
+
+    Args:
+        store: as of `Pulse`.
+        me: this rank.
+        gave_up: returns the ranks whose collectives have timed out, too.
+
+    Returns:
+        The message; None if no rank stands out.
+    """
+    others = [rank for rank in range(size) if rank != me]
+    before = read_signs(store, others)
+    if not before:
+        return None
+    time.sleep(2.5 * max(sign.interval_s for sign in before.values()))
+    after = read_signs(store, others, before)
+    silent = [rank for rank, sign in after.items() if rank in before and sign.count == before[rank].count != DONE]
+    if silent:
+        return tell_silent(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s and more")
+    waiting = set(gave_up())
+    busy = [rank for rank in after if rank not in waiting and not after[rank].waits and after[rank].count != DONE]
+    if not busy:
+        return None
+    return (
+        f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {me} waits: "
+        f"{_places(busy, after)}. If that may take so long, raise timeout_s."
+    )

@@ -1,0 +1,309 @@
+"""Start the ranks of one machine and wait for them: the parent's side of `meshwright train`.
+
+torch's elastic agent starts the processes, hosts their rendezvous store and watches them. This module adds a fork
+server that has imported torch once for all ranks, an exit code, and silence: the failing rank reports what went wrong
+(see [Note: one report per failure] in `meshwright_run.launch.rank`), or this module if a signal killed it.
+
+[Note: nobody is left behind] A rank never outlives the job. After the failure of a peer the agent sends SIGTERM, and
+`_Reaper` kills a rank that does not heed it; after a signal to the parent the agent passes it on and then kills; after
+an exception in the parent `_sweep` kills; after the parent's sudden death a thread in each rank does.
+
+Torch is imported only where it is used, so that the fork server can import it while the parent validates.
+Source: torch.distributed.launcher.api; multiprocessing.forkserver.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from multiprocessing import forkserver, resource_tracker
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from meshwright.base.errors import ConfigError
+from meshwright.base.processes import Handle, end_with_launcher, identity_of, leave, usable_cores
+from meshwright.base.safe_path import protected_children
+from meshwright.files.terminal import say
+from meshwright.launch.store import LOOPBACK, ONE_MACHINE, register_one_machine
+
+from .parent_signals import AGENTS_SIGNALS, interrupts_held, own_signals, passing_on, signal_name
+from .rank import INTERRUPTED, guarded
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
+    from torch.distributed.launcher.api import LaunchConfig
+
+    Roll: TypeAlias = SimpleQueue[tuple[int, tuple[int, str] | None]]
+    """A rank signs with its pid and identity when it starts, and with None when it is done."""
+
+PRELOAD = (
+    "meshwright_run.launch.interruptible",
+    "torch",
+    "torch.distributed.launcher.api",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""Modules that the fork server imports once for all ranks. If one is missing, the ranks report it."""
+
+MONITOR_INTERVAL_S = 0.1
+
+KILL_DELAY_S = 2
+"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank.ECHO_WAIT_S`."""
+
+_NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+def warm_up(preload: Sequence[str] = ()) -> None:
+    """Start the fork server, which imports torch and transformers in the background, and return at once.
+
+    Ranks are forked from it, so they see this process's environment as it is now. A second call does nothing.
+
+    Args:
+        preload: further modules that every rank will need.
+    """
+    multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    # With one thread, torch and numpy start no thread pool on import: threads do not survive the fork into a rank.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with protected_children():
+            # The server would start the tracker otherwise, and that ends with SIGINT let through.
+            resource_tracker.ensure_running()
+            # The server inherits the mask; see meshwright_run.launch.interruptible.
+            with interrupts_held():
+                forkserver.ensure_running()
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+
+
+def launch(
+    main: Callable[..., object],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    show_traceback: bool = False,
+    passed_on: Sequence[str] = (),
+) -> int:
+    """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
+
+    Each rank runs it under `rank.guarded`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its
+    environment. Stdout and stderr are this process's; stdin is empty.
+
+    Args:
+        main: a function at the top level of a module; it and `args` are pickled.
+        show_traceback: show the traceback of a MeshwrightError too.
+        passed_on: names of signals that the ranks handle as `StopSignals` does: the first is passed on, and the ranks
+            may take all the time that they need. A second one ends the job, as any other signal does at once.
+
+    Returns:
+        0, the exit code of the rank that failed first (1 when a signal killed it), or 128 plus the number of the
+        signal that ended this process's wait (130 for Ctrl-C). Errors have been written to stderr.
+    """
+    if nproc < 1:
+        raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
+    try:
+        warm_up()
+        with interrupts_held():  # torch's import can swallow a KeyboardInterrupt
+            from torch.distributed.elastic.multiprocessing import SignalException
+        _await_fork_server()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        with own_signals(), _quiet(), _sweep():
+            return _run_agent(main, args, nproc, show_traceback, passed_on)
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _await_fork_server() -> None:
+    """Return when the fork server has finished importing.
+
+    Without this the agent would wait for the server with a rank half started, and Ctrl-C would make it forget that
+    rank, which would then start into a world that is gone and print a traceback.
+    """
+    probe = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
+    probe.start()
+    probe.join()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _run_agent(
+    main: Callable[..., object], args: tuple[Any, ...], nproc: int, show_traceback: bool, passed_on: Sequence[str]
+) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    roll: Roll = multiprocessing.get_context("forkserver").SimpleQueue()
+    order = _Order(main, args, _threads_per_rank(nproc), show_traceback, roll)
+    try:
+        with _Reaper(roll) as reaper, passing_on(passed_on, reaper.ranks) as passed:
+            elastic_launch(_launch_config(nproc, passed_on), _run_rank)(order)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0 and passed:
+            # Killed before they could save anything.
+            return 128 + passed[0]
+        if failure.exitcode > 0:
+            return failure.exitcode
+        hint = " (for instance: out of memory)" if -failure.exitcode == signal.SIGKILL else ""
+        say(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\n", stderr=True)
+        return 1
+    return 0
+
+
+def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    register_one_machine()
+    options: dict[str, Any] = {}
+    if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older versions wait 30 s
+        options["shutdown_timeout"] = KILL_DELAY_S
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=ONE_MACHINE,
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL_S,
+        start_method="forkserver",
+        signals_to_handle=",".join(name for name in AGENTS_SIGNALS if name not in passed_on),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no redirection, and no directory left behind
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class _Order:
+    """All arguments of a rank as one: the agent substitutes macros in arguments that are strings."""
+
+    main: Callable[..., object]
+    args: tuple[Any, ...]
+    threads: int
+    show_traceback: bool
+    roll: Roll
+
+
+def _run_rank(order: _Order) -> None:
+    """Main function of a rank's process."""
+    from .interruptible import mind
+
+    mind()
+    import torch
+
+    rank = int(os.environ["RANK"])
+    order.roll.put((rank, (os.getpid(), identity_of(os.getpid()))))
+    end_with_launcher()
+    torch.set_num_threads(order.threads)
+    os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for processes that this rank starts
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        exit_code = guarded(order.main, order.args, show_traceback=order.show_traceback)
+    except KeyboardInterrupt:
+        exit_code = INTERRUPTED
+    if exit_code:
+        leave(exit_code)
+    order.roll.put((rank, None))
+
+
+class _Reaper(threading.Thread):
+    """Kills the ranks that still live KILL_DELAY_S after one of them has died before it was done.
+
+    The agent ends them with SIGTERM and then waits 30 s, which no option shortens; a rank that handles SIGTERM in
+    Python cannot while it is blocked in a collective.
+    """
+
+    def __init__(self, roll: Roll) -> None:
+        super().__init__(name="meshwright-reaper", daemon=True)
+        self._roll = roll
+        self._ranks: dict[int, Handle] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Reaper:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self.join()
+
+    def ranks(self) -> list[Handle]:
+        """Return the ranks that have started, and not ended well."""
+        return list(self._ranks.values())
+
+    def run(self) -> None:
+        deadline_s = None
+        while not self._over.wait(MONITOR_INTERVAL_S):
+            self._read_roll()
+            alive = {rank: each for rank, each in self._ranks.items() if each.is_alive()}
+            if deadline_s is None and len(alive) < len(self._ranks):
+                deadline_s = time.monotonic() + KILL_DELAY_S
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                for each in alive.values():
+                    each.send(signal.SIGKILL)
+                self._ranks = {}
+
+    def _read_roll(self) -> None:
+        while not self._roll.empty():
+            rank, process = self._roll.get()
+            if process is not None:
+                self._ranks[rank] = Handle(*process)
+            elif rank in self._ranks:
+                self._ranks.pop(rank).close()
+
+
+def _threads_per_rank(nproc: int) -> int:
+    """Return OMP_NUM_THREADS where the user has set it, else an equal share of the CPUs."""
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if wish.isdecimal() and int(wish) > 0:
+        return int(wish)
+    return max(1, usable_cores() // nproc)
+
+
+@contextmanager
+def _sweep() -> Iterator[None]:
+    """Kill processes that the context leaves behind; on the main thread, since polling races with the agent's."""
+    others = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+            child.join()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the agent's logs about failures: its ranks have reported them, or `launch` will."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    propagated = [logger.propagate for logger in loggers]
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, propagated, strict=True):
+            logger.removeHandler(silence)
+            logger.propagate = propagate

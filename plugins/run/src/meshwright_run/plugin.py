@@ -1,0 +1,26 @@
+"""Implement the hooks of this plugin. No torch in this module."""
+
+from __future__ import annotations
+
+import typer
+
+from meshwright.strategy.hooks import hookimpl
+
+from .cli import data
+from .cli.checkpoint import export, show, verify
+from .cli.schema import schema
+from .cli.train import train
+from .first_run.command import init
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    for command in (train, export, schema, init):
+        app.command()(command)
+    checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+    checkpoints.command()(show)
+    checkpoints.command()(verify)
+    app.add_typer(checkpoints, name="checkpoint")
+    data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+    data_commands.command()(data.show)
+    app.add_typer(data_commands, name="data")

@@ -1,0 +1,50 @@
+"""Private names of torch's profiler, of its allocator's history, and of its flight recorder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from meshwright._compat.torch_versions import category_of
+
+
+def quieten_kineto() -> None:
+    """Keep Kineto from writing a line to stderr each time it starts and stops; only this variable switches that off."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
+
+
+def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, int, int]]:
+    """Yield name, Kineto category, start and end [ns] and thread of each event; the public `events()` is slow."""
+    inner = profiler.profiler
+    found: Any = inner.kineto_results if inner is not None else None
+    for each in found.events() if found is not None else ():
+        yield each.name(), category_of(each), each.start_ns(), each.end_ns(), each.start_thread_id()
+
+
+def record_memory_history(on: bool) -> None:
+    """Let CUDA's allocator record allocations with their stacks. torch documents the private names."""
+    torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def flight_records(*, with_stacks: bool = True) -> list[tuple[str, bytes, bytes]]:
+    """Return torch's records of this process's last collectives: (backend, as JSON, as torch's own pickle).
+
+    NCCL has a recorder of its own, if built. Stacks are in the pickle only, and their symbols take 1 to 3 s.
+    """
+    found = []
+    for backend, as_json, as_pickle in (
+        ("gloo", "_dump_fr_trace_json", "_dump_fr_trace"),
+        ("nccl", "_dump_nccl_trace_json", "_dump_nccl_trace"),
+    ):
+        if hasattr(c10d, as_json):
+            found.append((backend, getattr(c10d, as_json)(), getattr(c10d, as_pickle)(includeStackTraces=with_stacks)))
+    return found

@@ -1,0 +1,112 @@
+"""Section `profile` of the run file, and names of the files that profiles leave. No torch in this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from meshwright.base.errors import ConfigError
+from meshwright.base.validation import FrozenModel
+from meshwright.mesh.sizes import Size
+
+DIRECTORY, FAULTS = "profile", "faults"
+
+Window = Annotated[list[Size], Field(min_length=2, max_length=2)]
+"""First and last step, from 1, both included."""
+
+
+class ProfileConfig(FrozenModel):
+    """Which steps are profiled, on which ranks, and how; see docs/profiles.md."""
+
+    steps: Window | list[Window] = Field(
+        description="The first and the last step, counted from 1 and of the whole run: [10, 12]; or several such "
+        "windows: [[10, 12], [500, 501]]."
+    )
+    ranks: list[Annotated[int, Field(ge=0)]] | Literal["all"] = Field(default=[0], description="Which, or all.")
+    memory: bool = Field(
+        default=False,
+        description="Memory over time, too: on CUDA the allocator's history as a snapshot, on a CPU what the window "
+        "takes and gives back.",
+    )
+    record_shapes: bool = Field(
+        default=True, description="Shapes of what operators are given; on a CPU bytes of messages are known by them."
+    )
+    with_stack: bool = Field(default=False, description="Lines of Python that have called operators; slows steps down.")
+
+    @field_validator("steps")
+    @classmethod
+    def _are_in_order(cls, value: list[int] | list[list[int]]) -> list[int] | list[list[int]]:
+        found = _windows(value)
+        if not found:
+            raise ValueError("names no step; leave the section out to profile none")
+        before = 0
+        for first, last in found:
+            if last < first:
+                raise ValueError(f"[{first}, {last}] ends before it begins; write [{last}, {first}]")
+            if first <= before:
+                raise ValueError("windows must follow one another, and share no step")
+            before = last
+        return value
+
+    @field_validator("ranks")
+    @classmethod
+    def _are_some(cls, value: list[int] | str) -> list[int] | str:
+        if not value:
+            raise ValueError("names no rank; leave the section out to profile none")
+        return value
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        return _windows(self.steps)
+
+    def takes(self, rank: int) -> bool:
+        return self.ranks == "all" or rank in self.ranks
+
+    @property
+    def teller(self) -> int:
+        return 0 if self.ranks == "all" else min(int(rank) for rank in self.ranks)
+
+
+def _windows(steps: list[int] | list[list[int]]) -> list[tuple[int, int]]:
+    pairs = [steps] if steps and isinstance(steps[0], int) else steps
+    return [(first, last) for first, last in pairs]  # type: ignore[misc] # a list of pairs either way
+
+
+def check_profile(config: ProfileConfig | None, *, steps: int, world_size: int) -> None:
+    if config is None:
+        return
+    beyond = [f"[{first}, {last}]" for first, last in config.windows if last > steps]
+    if beyond:
+        raise ConfigError(
+            f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {steps}. Name steps from 1 to "
+            f"{steps}."
+        )
+    if config.ranks != "all" and max(config.ranks) >= world_size:
+        raise ConfigError(
+            f"profile.ranks={config.ranks} names a rank that is not there: {world_size} ranks run, 0 to "
+            f"{world_size - 1}."
+        )
+
+
+def file_name(rank: int, window: tuple[int, int], windows: Sequence[tuple[int, int]], ending: str) -> str:
+    """Return the name of a rank's file of one window, which is in it where there are several."""
+    return f"rank-{rank:05}{suffix(window, windows)}{ending}"
+
+
+def suffix(window: tuple[int, int], windows: Sequence[tuple[int, int]]) -> str:
+    return "" if len(windows) == 1 else f"-steps-{window[0]}-{window[1]}"
+
+
+def traces_in(directory: Path) -> list[Path]:
+    """Return the traces of a run directory, or of its directory of profiles, by rank and window."""
+    for place in (directory / DIRECTORY, directory):
+        found = sorted(place.glob("rank-*.json.gz"))
+        if found:
+            return found
+    raise ConfigError(
+        f"{directory} holds no profile: there is no {DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, "
+        f"such as --set profile.steps=[4,6], and run it."
+    )

@@ -1,0 +1,194 @@
+"""Profile chosen steps of a rank, and measure exposed communication in some others. Source: torch.profiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from io import StringIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright._compat.torch import is_profiled, marked
+from meshwright.events.step import MARK
+from meshwright.files.terminal import new_console, warn
+from meshwright.files.writing import fresh, write_whole
+
+from ._torch import dump_memory_snapshot, quieten_kineto, record_memory_history, seen_by
+from .activity import exposed_communication
+from .config import DIRECTORY, ProfileConfig, file_name, suffix
+from .show import shown
+from .summary import as_values, summarized, timeline
+from .trace import ABOUT, Span, read_trace
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""The context of a step that is not profiled."""
+FIRST = 3
+"""The first step that is measured, counted from 0 in an attempt: those before warm up, and the third is compared with
+its plan, which slows it down."""
+TIME = "exposed_communication"
+"""The key in `StepResult.times`."""
+_NANO = 1e-9
+
+
+def activities(device: torch.device, *, with_host: bool = True) -> list[ProfilerActivity]:
+    on_device = [] if device.type == "cpu" else [getattr(ProfilerActivity, device.type.upper())]
+    return [*([ProfilerActivity.CPU] if with_host or not on_device else []), *on_device]
+
+
+def warm_up(device: torch.device) -> None:
+    """Start and stop a profiler: the first one of a process takes a second, for which other ranks would wait."""
+    quieten_kineto()
+    with profile(activities=activities(device)):
+        pass
+
+
+class Recorder:
+    """Profiles the windows of one rank; a context manager, which ends a window that an error has cut short.
+
+    A profiler runs from the beginning of a window's first step to the end of its last, so that it sees what happens
+    between them, too.
+
+    Args:
+        config: of the run; this rank is one that it names.
+        directory: of the run.
+        about: metadata of the traces; values of JSON.
+        start: steps that were done before this attempt.
+        say: shows a summary to a person.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        directory: Path,
+        *,
+        rank: int,
+        device: torch.device,
+        about: Mapping[str, Any],
+        start: int = 0,
+        say: Callable[[RenderableType], None] = lambda shown: new_console().print(shown),
+    ) -> None:
+        self._config, self._directory, self._rank, self._device = config, directory / DIRECTORY, rank, device
+        self._about, self._start, self._say = about, start, say
+        self._running: tuple[profile, tuple[int, int]] | None = None
+        self._last = start
+        if any(last > start for _, last in config.windows):
+            warm_up(device)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def around(self, index: int) -> AbstractContextManager[None]:
+        step = self._start + index + 1
+        window = next((each for each in self._config.windows if each[0] <= step <= each[1]), None)
+        return NOTHING if window is None else self._seeing(step, window)
+
+    @contextmanager
+    def _seeing(self, step: int, window: tuple[int, int]) -> Iterator[None]:
+        if self._running is None:
+            config = self._config
+            if config.memory and self._device.type == "cuda":
+                record_memory_history(True)
+            profiler = profile(
+                activities=activities(self._device),
+                record_shapes=config.record_shapes,
+                profile_memory=config.memory,
+                with_stack=config.with_stack,
+            )
+            profiler.start()
+            self._running = profiler, window
+        with marked(f"{MARK}step {step}"):
+            yield
+        self._last = step
+        if step == window[1]:
+            self._end()
+
+    def _end(self) -> None:
+        if self._running is None:
+            return
+        (profiler, window), self._running = self._running, None
+        about = {**self._about, "rank": self._rank, "window": list(window), "last_step": self._last}
+        profiler.add_metadata_json(ABOUT, json.dumps(about))
+        profiler.stop()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._write(profiler, window)
+        except OSError as error:
+            warn(
+                f"the profile cannot be written to {self._directory}: {error}. The run goes on without it.",
+                stacklevel=2,
+            )
+
+    def _write(self, profiler: profile, window: tuple[int, int]) -> None:
+        config = self._config
+
+        def path_of(ending: str) -> Path:
+            return self._directory / file_name(self._rank, window, config.windows, ending)
+
+        # Renamed when it is complete. torch packs what ends in .gz.
+        path = path_of(".json.gz")
+        new = fresh(path.with_name(f".{path.name}"))
+        profiler.export_chrome_trace(str(new))
+        new.replace(path)
+        if config.memory and self._device.type == "cuda":
+            dump_memory_snapshot(fresh(path_of("-memory.pickle")))
+            record_memory_history(False)
+        if not config.memory and self._rank != config.teller:
+            return
+        trace = read_trace(path)
+        if config.memory:
+            write_whole(path_of("-memory.json"), json.dumps(timeline(trace)) + "\n")
+        if self._rank == config.teller:
+            summary, text = summarized(trace), StringIO()
+            new_console(file=text, width=120).print(shown(summary))
+            name = f"summary{suffix(window, config.windows)}"
+            write_whole(self._directory / f"{name}.json", json.dumps(as_values(summary), indent=1) + "\n")
+            write_whole(self._directory / f"{name}.txt", text.getvalue())
+            self._say(shown(summary))
+
+
+class Sampler:
+    """Measures exposed communication in every `every`-th step, by a profiler without stacks, shapes and memory."""
+
+    def __init__(self, every: int, device: torch.device) -> None:
+        self._every, self._device = every, device
+        self._measured: dict[str, float] = {}
+        warm_up(device)
+
+    def around(self, index: int) -> AbstractContextManager[None]:
+        is_due = index >= FIRST and (index - FIRST) % self._every == 0
+        return self._measuring() if is_due else NOTHING
+
+    def measured(self) -> dict[str, float]:
+        found, self._measured = self._measured, {}
+        return found
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        if is_profiled():
+            # By the section `profile`, or by the user: a process can have one profiler.
+            yield
+            return
+        with profile(activities=activities(self._device, with_host=False)) as profiler, marked(f"{MARK}step 0"):
+            yield
+        self._measured = {TIME: exposed_communication(spans_of(profiler))}
+
+
+def spans_of(profiler: profile) -> list[Span]:
+    events = list(seen_by(profiler))
+    # Seconds since 1970 would lose fractions of microseconds.
+    first = min((start for _, _, start, _, _ in events), default=0)
+    return [
+        Span(name, kind, (start - first) * _NANO, (end - first) * _NANO, thread)
+        for name, kind, start, end, thread in events
+    ]

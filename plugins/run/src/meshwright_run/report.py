@@ -1,0 +1,370 @@
+"""Report a run: a progress bar or lines, a JSONL file of every step, and a picture of the losses. No torch here.
+
+While the run trains another process draws the picture, at low priority, more rarely the longer it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from meshwright.base.errors import TrainingError
+from meshwright.base.safe_path import PYTHON
+from meshwright.base.stopping import Stopped
+from meshwright.events.run import BadStep
+from meshwright.events.step import StepResult
+from meshwright.files.parsing import parse_json
+from meshwright.files.terminal import new_console, warn
+from meshwright.files.writing import open_to_append, write_whole, written_whole
+from meshwright.optim.config import AVERAGED
+from meshwright.strategy.hooks import hookimpl
+
+from .run_directory import RunDirectory
+
+_RATES = ("tokens_per_second", "tokens_per_second_per_device")
+MEASURED = frozenset(("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers"))
+"""Keys that depend on clocks and machines. The others are equal when a run is repeated, on other ranks too."""
+_MAPPINGS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
+_PLAIN = ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "seconds", "world_size", "flops", "peak_flops")
+_NUMBERS = {**{name: name for name in _PLAIN}, "ended": "time"}
+"""Fields of a StepResult that are numbers, and their keys in a line."""
+_TOLD = 5
+"""Unreadable lines that are named."""
+
+
+class Reporter:
+    """Observer of steps on the first rank; a context manager."""
+
+    def __init__(
+        self,
+        metrics: Path,
+        *,
+        log_every: int,
+        console: Console,
+        earlier: Sequence[StepResult] = (),
+        on_error: Literal["stop", "continue"] = "stop",
+    ) -> None:
+        self._earlier, self._on_error = earlier, on_error
+        self._metrics, self._log_every, self._console = metrics, log_every, console
+        self._lines: Lines | None = None
+        self._has_told = False
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=None)
+        self._stragglers = NewStragglers()
+
+    def __enter__(self) -> Reporter:
+        self._lines = _begun_with(self._metrics, self._earlier)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._lines is not None:
+            self._lines.close()
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if self._lines is not None and (error := self._lines.add(_line(result))) is not None:
+            self._tell(error)
+        for each in self._stragglers.of(result):
+            show(
+                f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
+                f"own, {each['median']:.3g} s of the median rank",
+                self._console,
+            )
+        if result.skipped:
+            return
+        text = describe(result)
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
+        elif result.step % self._log_every == 0 or result.step in (1, result.steps):
+            show(f"step {result.step}/{result.steps}  {text}", self._console)
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        if bad.back_to is None:
+            text = f"step {bad.step} is left out: {bad.reason}"
+        else:
+            text = f"step {bad.step}: {bad.reason}; going back to step {bad.back_to}, without the batches since then"
+            if self._lines is not None:
+                self._lines.close()
+                kept = read_metrics(self._metrics, until=bad.back_to, steps=bad.steps)
+                self._lines = _begun_with(self._metrics, kept)
+        show(f"{text} ({bad.count} so far)", self._console)
+
+    def _tell(self, error: OSError) -> None:
+        told = f"{self._metrics} cannot be written: {error}."
+        if self._on_error == "stop":
+            raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
+        if not self._has_told:
+            self._has_told = True
+            warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
+
+
+def _begun_with(metrics: Path, results: Sequence[StepResult]) -> Lines:
+    """Open the file with the lines of some steps; what is there stays until it is replaced as a whole."""
+    write_whole(metrics, "".join(_line(result) for result in results))
+    return Lines(metrics)
+
+
+class Lines:
+    """A file that grows by whole lines. Those that the disk does not take are written before the next ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_to_append(path)
+        self._size = os.fstat(self._file).st_size
+        self._rest = b""
+
+    def add(self, text: str) -> OSError | None:
+        """Add lines; returns why they have to wait, if they have to."""
+        self._rest += text.encode()
+        rest = memoryview(self._rest)
+        try:
+            if os.fstat(self._file).st_size != self._size:
+                # A part of a line, from the last time.
+                os.ftruncate(self._file, self._size)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            return error
+        self._size += len(self._rest)
+        self._rest = b""
+        return None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class NewStragglers:
+    """Returns each straggler once."""
+
+    def __init__(self) -> None:
+        self._known: set[float] = set()
+
+    def of(self, result: StepResult) -> list[Mapping[str, float]]:
+        new = [each for each in result.stragglers if each["rank"] not in self._known]
+        self._known |= {each["rank"] for each in new}
+        return new
+
+
+def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
+    """Read the first `until` steps of a file of metrics of a run of `steps` steps.
+
+    Where the file goes back to an earlier step, what follows replaces what was there from that step on. A line that
+    cannot be read is left out with a warning, unless it is the last, which a killed run may leave incomplete.
+    """
+    return metrics_of(path.read_bytes(), path, until=until, steps=steps) if path.is_file() else []
+
+
+def metrics_of(content: bytes, path: Path | str, *, until: int, steps: int) -> list[StepResult]:
+    """Read the content of a file of metrics; see `read_metrics`."""
+    found: list[StepResult] = []
+    unread: list[int] = []
+    lines = content.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            result = _read_line(line, steps)
+        except (ValueError, TypeError, KeyError):
+            unread += [number] if number < len(lines) else []
+            continue
+        while found and found[-1].step >= result.step:
+            found.pop()
+        if result.step <= until:
+            found.append(result)
+    if unread:
+        some = ", ".join(map(str, unread[:_TOLD])) + (", ..." if len(unread) > _TOLD else "")
+        warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
+    return found
+
+
+def _read_line(line: bytes, steps: int) -> StepResult:
+    """ValueError, TypeError or KeyError: it does not hold the numbers of a step."""
+    record = parse_json(line.decode())
+    if not isinstance(record, dict):
+        raise ValueError("no record")
+    mappings = {name: _with_nan(record.get(name, {})) for name in _MAPPINGS}
+    slow = tuple(_with_nan(each) for each in record.get("stragglers", ()))
+    numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
+    skipped = record.get("skipped", "")
+    if skipped and isinstance(skipped, str):
+        numbers |= _with_nan({name: numbers[name] for name in ("loss", "grad_norm")})
+    every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
+    if not all(type(value) in (int, float) for value in every):
+        raise ValueError("no numbers of a step")
+    if type(numbers["step"]) is not int:
+        raise ValueError("no number of a step")
+    numbers |= {"skipped": str(skipped), "stragglers": slow, "steps": steps, "rank": 0}
+    return StepResult(**{**numbers, **mappings})
+
+
+def _with_nan(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise TypeError("no record")
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def without_nan(values: Mapping[str, float]) -> dict[str, Any]:
+    """Replace values that JSON has no number for by None."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _line(result: StepResult) -> str:
+    return json.dumps(as_record(result)) + "\n"
+
+
+def as_record(result: StepResult) -> dict[str, Any]:
+    """Return a line of the metrics file."""
+    record: dict[str, Any] = {
+        "step": result.step,
+        **without_nan({"loss": result.loss, "grad_norm": result.grad_norm}),
+        **{name: getattr(result, name) for name in ("learning_rate", "num_tokens", *_RATES, "seconds")},
+        "time": result.ended,
+        "world_size": result.world_size,
+    }
+    for name in _MAPPINGS:
+        if values := getattr(result, name):
+            record[name] = without_nan(values)
+    if result.skipped:
+        record["skipped"] = result.skipped
+    if result.stragglers:
+        record["stragglers"] = [without_nan(each) for each in result.stragglers]
+    if "held_out" in result.evaluations:
+        record["held_out_loss"] = record["evaluations"]["held_out"]
+    for name in ("flops", "peak_flops", "mfu"):
+        if (value := getattr(result, name)) is not None:
+            record[name] = value
+    return record
+
+
+def describe(result: StepResult) -> str:
+    """Describe a step in one short line."""
+    text = (
+        f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
+        f"{result.tokens_per_second:,.0f} tokens/s"
+    )
+    if result.mfu is not None:
+        text += f"  MFU {result.mfu:.1%}"
+    losses = (f"{shown(name)} {value:.6f}" for name, value in result.evaluations.items())
+    sums = (f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())
+    return "  ".join([text, *losses, *sums])
+
+
+def shown(name: str) -> str:
+    """Return what people call an evaluation set."""
+    of, suffix = (name.removesuffix(AVERAGED), " (ema)") if name.endswith(AVERAGED) else (name, "")
+    return f"{'held-out' if of == 'held_out' else of}{suffix}"
+
+
+def say_finished(directory: RunDirectory) -> None:
+    show(
+        f"this run has finished: {directory.summary} is there, with the same run file. Nothing was done. Raise steps "
+        f"to go on (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
+        f"overwrite=true to train anew."
+    )
+
+
+def say_stopped(stopped: Stopped, *, steps: int) -> None:
+    """Say that a signal has ended a run of `steps` steps."""
+    saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
+    if stopped.too_late:
+        saved = (
+            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command goes on "
+            "from the newest checkpoint"
+        )
+    if not stopped.step:
+        saved = "so there is nothing to save"
+    show(f"stopped by {stopped.signal} after step {stopped.step} of {steps}, {saved}")
+
+
+def show(text: str | Text, console: Console | None = None) -> None:
+    """Print text as it is."""
+    (console or new_console()).print(text, highlight=False, soft_wrap=True)
+
+
+FIRST_AFTER_S = 30.0
+PART_OF_TIME = 0.001
+"""Part of one core's time that drawing may take."""
+_NICE = "import os, runpy; os.nice(10); runpy.run_module('meshwright_run.report', run_name='__main__')"
+_ENDS_WITHIN_S = 10.0
+
+
+def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: bool = True) -> None:
+    """Write a PNG of the losses of training and of each set over steps."""
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
+    for name in dict.fromkeys(name for r in results for name in r.evaluations):
+        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
+    axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_metrics(metrics: Path, path: Path, *, of_tokens: bool = True) -> None:
+    """Draw the steps of a file of metrics; nothing if it has none, or the disk takes no picture."""
+    with suppress(OSError):
+        results = read_metrics(metrics, until=sys.maxsize, steps=0)
+        if results:
+            draw_loss_curve(results, path, of_tokens=of_tokens)
+
+
+class Curve:
+    """Observer on the first rank that has the picture drawn; a context manager that leaves no process behind."""
+
+    def __init__(
+        self, metrics: Path, path: Path, *, of_tokens: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics, self._path, self._of_tokens, self._clock = metrics, path, of_tokens, clock
+        self.drawing: subprocess.Popen[bytes] | None = None
+        self._begun, self._due = clock(), clock() + FIRST_AFTER_S
+
+    def __enter__(self) -> Curve:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        drawing, self.drawing = self.drawing, None
+        if drawing is not None:
+            try:
+                drawing.wait(_ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                drawing.kill()
+                drawing.wait()
+        if error is not None:
+            draw_metrics(self._metrics, self._path, of_tokens=self._of_tokens)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        now = self._clock()
+        if self.drawing is not None and self.drawing.poll() is not None:
+            self.drawing = None
+            self._due = now + (now - self._begun) / PART_OF_TIME
+        if self.drawing is None and now >= self._due:
+            self._begun = now
+            command = [*PYTHON, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
+            quiet = subprocess.DEVNULL
+            self.drawing = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+
+if __name__ == "__main__":
+    draw_metrics(Path(sys.argv[1]), Path(sys.argv[2]), of_tokens=sys.argv[3] == "1")

@@ -1,0 +1,245 @@
+"""The directory of a run: its paths, its lock, which names runs have made there, and where its checkpoints are.
+
+No torch in this module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from meshwright.base.errors import ConfigError
+from meshwright.files.parsing import open_regular, parse_json, read_json_object
+from meshwright.files.writing import write_whole
+
+from .profile.config import DIRECTORY as PROFILE
+from .profile.config import FAULTS
+from .run_sections import CheckpointConfig
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.places import Access, Folder
+    from meshwright.mesh.world import World
+
+    from .run_file import RunConfig
+
+METRICS, CURVE, MODEL, SUMMARY, RUN = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
+AVERAGED_MODEL = f"{MODEL}-ema"
+CHECKPOINTS, EVENTS, RANKS, REFERENCE = "checkpoints", "events.jsonl", "ranks", "reference.npz"
+TIMELINE, PLANNED = "timeline", "planned.json"
+LOCK, HOLDER = ".lock", ".lock.json"
+"""The file that is locked, and another that names the holder: whoever tries to lock a file may empty it."""
+LISTED = ".written.json"
+"""Holds the names that runs have made in the directory: these may be replaced, and no others."""
+ON_THE_WAY = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing")
+"""Directories that become a model, or a checkpoint that one is made of."""
+REPLACED = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, PROFILE, FAULTS, *ON_THE_WAY)
+REPLACED_FILES = (METRICS, CURVE, EVENTS, REFERENCE, SUMMARY, RUN)
+"""Directories and files that a run makes, and removes where it replaces another."""
+_LARGEST = 1 << 16
+"""Bytes of LISTED that are read."""
+
+
+class RunDirectory:
+    """Paths of a run, resolved once."""
+
+    def __init__(self, path: str | Path, checkpoint: CheckpointConfig | None = None) -> None:
+        self.path = Path(path)
+        self.given, self.checkpoint = str(path), checkpoint or CheckpointConfig()
+        self.metrics, self.curve, self.events = self.path / METRICS, self.path / CURVE, self.path / EVENTS
+        self.ranks, self.reference = self.path / RANKS, self.path / REFERENCE
+        self.timeline = self.path / TIMELINE
+        self.planned = self.timeline / PLANNED
+        self.summary, self.run_file, self.holder = self.path / SUMMARY, self.path / RUN, self.path / HOLDER
+        self.model, self.averaged_model = self.path / MODEL, self.path / AVERAGED_MODEL
+        self.faults, self.own_checkpoints = self.path / FAULTS, self.path / CHECKPOINTS
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunDirectory:
+        return cls(config.output_dir, config.checkpoint)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def rank_file(self, rank: int) -> Path:
+        """Return where a rank writes its times and memory."""
+        return self.ranks / f"{rank:05}.jsonl"
+
+    def is_same(self, path: str) -> bool:
+        return Path(path).resolve() == self.path.resolve()
+
+    # -- checkpoints
+
+    @cached_property
+    def access(self) -> Access:
+        """How places of checkpoints are reached."""
+        from meshwright.checkpoint.keys import read_key
+        from meshwright.checkpoint.places import Access
+
+        file = self.checkpoint.key_file
+        return Access(None if file is None else read_key(file, where="checkpoint.key_file"), self.checkpoint.retries)
+
+    @cached_property
+    def checkpoints(self) -> Folder:
+        """The place of the run's checkpoints."""
+        from meshwright.checkpoint.remote import is_url, place_of
+
+        to = self.checkpoint.to
+        where = self.own_checkpoints if to is None else to if is_url(to) else Path(to).expanduser()
+        return place_of(where, self.access)
+
+    @property
+    def saves_elsewhere(self) -> bool:
+        """Whether checkpoints go elsewhere than into the directory."""
+        return self.checkpoint.to is not None
+
+    def place_of(self, source: str) -> Folder:
+        """Return the place of a checkpoint that the run file names."""
+        from meshwright.checkpoint.remote import is_url, place_of
+
+        return place_of(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
+
+    def check_place(self, ranks: int) -> None:
+        """Refuse a place that cannot serve a run, without looking at what is there."""
+        if str(self.checkpoints).startswith("memory:") and ranks > 1:
+            raise ConfigError(
+                f"checkpoint.to={self.checkpoint.to!r} is in the memory of one process, and the run has {ranks} ranks. "
+                f"Give what all of them reach: a directory, or s3://bucket/prefix."
+            )
+
+    def check_same_key(self, world: World) -> None:
+        """Refuse ranks that have different keys. Collective."""
+        key = world.together(lambda: self.access).key
+        number = 0 if key is None else key.fingerprint
+        highest, lowest = world.exchange((), (number, -number))[1]
+        if highest != -lowest:
+            world.raise_together(
+                ConfigError(
+                    f"checkpoint.key_file={self.checkpoint.key_file!r} holds another key on some nodes than on others. "
+                    f"Give all of them the same file."
+                )
+            )
+
+    # -- who writes here, and what
+
+    @contextmanager
+    def locked(self, *, patience_s: float) -> Iterator[None]:
+        """Hold the directory, which is made if missing. The system releases it when the process ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_links()
+            lock = FileLock(self.path / LOCK)
+            lock.acquire(timeout=patience_s)
+        except Timeout:
+            raise ConfigError(
+                f"output_dir={str(self.path)!r} is in use by another run{self._holder()}. Wait until it has ended, end "
+                f"it, or name another directory."
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            raise ConfigError(
+                f"output_dir={str(self.path)!r} cannot be locked: {error}. Name another directory."
+            ) from None
+        try:
+            started = datetime.now().astimezone().isoformat(timespec="seconds")
+            told = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            write_whole(self.holder, json.dumps(told) + "\n")
+            yield
+        finally:
+            self.holder.unlink(missing_ok=True)
+            lock.release()
+
+    def _holder(self) -> str:
+        try:
+            told = read_json_object(self.holder)
+            return f": process {told['pid']} on {told['host']}, started {told['started']}"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return ""
+
+    def _refuse_links(self) -> None:
+        """Refuse links where a run writes."""
+        from meshwright.checkpoint.manifest import BESIDE
+
+        # A checkpoint itself may lie elsewhere: it is read, and not written again.
+        below = [
+            path
+            for name in (CHECKPOINTS, RANKS, TIMELINE, PROFILE, FAULTS)
+            if (self.path / name).is_dir() and not (self.path / name).is_symlink()
+            for path in (self.path / name).iterdir()
+            if name != CHECKPOINTS or path.suffix in BESIDE
+        ]
+        # Trackers have names of their own. What is on the way to its name is replaced.
+        own = [path for path in self.path.iterdir() if path.suffix != ".tmp"]
+        for path in (*own, *below):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                is_link = "is a link, and a run does not write through links"
+                told = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
+                raise ConfigError(
+                    f"{path} {told}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.to."
+                )
+
+    def is_empty(self) -> bool:
+        """Whether it holds nothing but what belongs to the lock."""
+        own = (LOCK, HOLDER, LISTED)
+        return not self.path.is_dir() or all(path.name in own for path in self.path.iterdir())
+
+    def listed(self) -> set[str]:
+        """Return the names that runs have made here, as the first of them has written down."""
+        try:
+            with open_regular(self.path / LISTED) as file:
+                names = parse_json(file.read(_LARGEST).decode())
+        except (OSError, ValueError):
+            return set()
+        return {each for each in names if each in (*REPLACED, *REPLACED_FILES)} if isinstance(names, list) else set()
+
+    def claim(self) -> set[str]:
+        """List what is not there yet as made by runs, and return all names that are listed."""
+        names = (*REPLACED, *REPLACED_FILES)
+        mine = self.listed() | {name for name in names if not (self.path / name).exists()}
+        write_whole(self.path / LISTED, json.dumps(sorted(mine)) + "\n")
+        return mine
+
+    def check_listed(self) -> None:
+        """Refuse to replace what no run has made."""
+        known, names = self.listed(), (*REPLACED, *REPLACED_FILES)
+        others = [name for name in names if name not in known and (self.path / name).exists()]
+        if others:
+            raise ConfigError(
+                f"overwrite=true would remove {', '.join(others)} in output_dir={str(self.path)!r}, which no run has "
+                f"made there ({LISTED} has what runs have made). Move it away, or name another directory."
+            )
+
+    def prepare(self, run: str, *, replaces: bool) -> None:
+        """Make it the directory of an unfinished run."""
+        from meshwright.checkpoint.directory import remove_all
+
+        try:
+            if replaces:
+                if self.saves_elsewhere:
+                    remove_all(self.checkpoints)
+                self.check_listed()
+                for name in REPLACED:
+                    if (self.path / name).is_dir():
+                        shutil.rmtree(self.path / name)
+                for name in REPLACED_FILES:
+                    if name not in (SUMMARY, RUN):
+                        (self.path / name).unlink(missing_ok=True)
+            mine = self.claim()
+            for name in ON_THE_WAY:
+                if name in mine:
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+            # As long as there is a summary, the directory is that of the run that has finished.
+            self.summary.unlink(missing_ok=True)
+            write_whole(self.run_file, run)
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.given!r} cannot be written: {error}.") from error

@@ -1,0 +1,324 @@
+"""One run on its ranks, from its file to its directory: check it, train, observe it, and write what the user wants."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from rich.console import Console
+
+from meshwright.base.errors import ConfigError, MeshwrightError
+from meshwright.base.stopping import Stopped, StopSignals
+from meshwright.checkpoint import Checkpointer
+from meshwright.checkpoint.directory import move_aside
+from meshwright.events.run import RunInfo
+from meshwright.events.step import StepResult
+from meshwright.files.parsing import as_yaml
+from meshwright.files.terminal import new_console
+from meshwright.launch.open_world import open_world
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.world import World
+from meshwright.model.pretrained import PretrainedWeights
+from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.registry import get_registry
+from meshwright.train.from_pretrained import check_same_weights, tell
+from meshwright.train.loop.extension import Around, Flops, LoopExtension
+from meshwright.train.loop.fit import fit
+from meshwright.train.loop.options import Loop
+
+from .assembly import begin_with_weights, loop_of
+from .fate import Fate, check_output, is_finished
+from .journal import HangFiles, Journal, RankLog, id_of, note, timeline_logs
+from .launch.rank import signs_of_life
+from .output import export, finish
+from .preflight import Plan, fetch_model, headline, make_model, plan_run
+from .profile.faults import FaultFiles
+from .profile.recording import Recorder, Sampler
+from .report import Curve, Reporter, draw_metrics, say_finished, say_stopped, show
+from .resume import MemoryCopies, Source, find_source
+from .run_directory import RunDirectory
+from .run_file import RunConfig, as_plain
+from .run_sections import KeepBestConfig
+from .startup import Startup, StartupReport
+from .stragglers import Stragglers
+from .trackers import chosen, tracking
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+LINGERING_S = 15.0
+"""How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
+
+
+class Companion(Protocol):
+    """What monitors a run: it knows beforehand what the run takes, and looks at a step while it happens.
+
+    It is made before the process group, by the launching process or by the first rank, and is pickled for the ranks
+    that the former starts. It is a plugin object, too: its hooks are called on the first rank, whose `flops_per_token`
+    and `peak_flops` count; see `Flops`.
+    """
+
+    @property
+    def refusal(self) -> MeshwrightError | None:
+        """Why the run must not start."""
+
+    @property
+    def flops_per_token(self) -> float | None: ...
+
+    @property
+    def peak_flops(self) -> float | None: ...
+
+    def lines(self) -> Sequence[str]:
+        """Return what is printed before the run begins."""
+
+    def seeing(self) -> AbstractContextManager[None]:
+        """Return the context in which the first rank makes its part of the model and the optimizer."""
+
+    def around(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
+        """Return the context of each step on the first rank, counted from 0 in this attempt."""
+
+
+def run_rank(
+    store: Store | None, config: RunConfig, companion: Companion | None = None, startup: Startup | None = None
+) -> None:
+    """Run a rank."""
+    startup = startup or Startup()
+    startup.end("start of the ranks")
+    if config.threads_per_rank != "auto":
+        torch.set_num_threads(config.threads_per_rank)
+    directory, timeout_s = RunDirectory.of(config), config.timeout_s
+    with ExitStack() as held:
+        with (
+            signs_of_life(timeout_s, config.watchdog_s) as progress,
+            open_world(config.device, store=store, timeout_s=timeout_s) as world,
+        ):
+            world.progress = progress
+            if world.from_first(lambda: is_finished(config)):
+                if world.rank == 0:
+                    say_finished(directory)
+                return
+            commit = fetch_model(config.model, world)
+            startup.end("process group")
+            plan = world.together(lambda: plan_run(config, world.size, commit=commit))
+            startup.end("checks on the ranks")
+            world.raise_together(companion.refusal if companion is not None else None)
+            lock = directory.locked(patience_s=min(LINGERING_S, timeout_s / 2))
+            world.from_first(lambda: held.enter_context(lock))
+            directory.check_same_key(world)
+            fate = world.from_first(lambda: check_output(config, plan.steps))
+            if fate is Fate.DONE:
+                # By the run that was waited for.
+                return
+            asked = config.checkpoint.stops_on
+            # The process that has started the ranks here reports what it passes on, and the SIGTERM of their peers.
+            reports = world.rank == 0 and multiprocessing.parent_process() is None
+            said = partial(show, console=new_console(stderr=True)) if reports else None
+            signals = StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, tell=said)
+            held.enter_context(signals)
+            try:
+                results = _Run(config, directory, plan, fate, world, signals, companion, startup).train()
+            except Stopped as stopped:
+                if world.rank == 0:
+                    say_stopped(stopped, steps=plan.steps)
+                raise
+        # The other ranks are done: what is left needs no collective.
+        if world.rank == 0:
+            finish(config, plan, results, new_console())
+
+
+@dataclass
+class _Run:
+    """A run that may begin, on one rank."""
+
+    config: RunConfig
+    directory: RunDirectory
+    plan: Plan
+    fate: Fate
+    world: World
+    signals: StopSignals
+    companion: Companion | None
+    startup: Startup
+    console: Console = field(default_factory=new_console)
+
+    def train(self) -> list[StepResult]:
+        """Train the model, and write it. Collective."""
+        config, plan, world = self.config, self.plan, self.world
+        copies = MemoryCopies(self.directory, world)
+        source = find_source(config, self.fate, plan.identity, world, steps=plan.steps, copies=copies)
+        manager = plan.stack.build(Mesh(plan.degrees, world))
+        model, weights = world.together(
+            lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed)
+        )
+        parameters = sum(each.numel() for each in model.parameters())
+        earlier: list[StepResult] = []
+        world.from_first(lambda: earlier.extend(self._prepare(source)))
+        if world.rank == 0:
+            lines = self.companion.lines() if self.companion is not None else ()
+            for line in (*headline(config, plan, model, manager.mesh), *lines):
+                show(line, self.console)
+        if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
+            check_same_weights(opened, world, plan.model.base)
+            tell(opened, world, stacklevel=2)
+        self.startup.end("model")
+        with self._seen():
+            manager.parallelize(model, weights)
+        self.startup.end("sharding and weights")
+        # The manager has what it needs of them; they keep files open, and values that were read last.
+        del model, weights, opened
+        self.plan = plan = begin_with_weights(manager, config, plan, source, self.console)
+        run = self._info(source, parameters)
+        loop = replace(loop_of(manager, config, plan, source, seen=self._seen), signals=self.signals)
+        if source is not None and world.rank == 0:
+            changed = f", with other {', '.join(source.changed)}" if source.changed else ""
+            show(f"going on from {source.place}, after step {source.step}{changed}", self.console)
+        with (
+            copies.copying(manager, loop, run.id) as copied,
+            self._saving(manager, copied) as saving,
+            self._observed(manager, saving, run, earlier) as watched,
+        ):
+            self.startup.end("optimizer")
+            results = earlier + fit(manager, watched)
+        # There may have been nothing left to be done.
+        done = results[-1].step if results else plan.steps if source is None else source.step
+        export(manager, config, plan, step=done)
+        return results
+
+    def _seen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.companion is None or self.world.rank else self.companion.seeing()
+
+    def _prepare(self, source: Source | None) -> list[StepResult]:
+        """Prepare the output directory, on the first rank, and return the steps that were done before."""
+        directory = self.directory
+        earlier = [] if source is None else source.earlier(self.plan.steps)
+        if self.fate is Fate.GO_ON:
+            keeps = source.keeps if source is not None else -1
+            aside = move_aside(directory.checkpoints, after=keeps, copies=[directory.metrics])
+            if aside is not None:
+                show(
+                    f"later checkpoints, which this run does not go on from, are now in {aside}; remove them when you "
+                    f"like",
+                    self.console,
+                )
+        directory.prepare(as_yaml(as_plain(self.config)), replaces=self.fate is Fate.REPLACE)
+        return earlier
+
+    def _info(self, source: Source | None, parameters: int) -> RunInfo:
+        """Return how observers see the run. Collective."""
+        directory, plan, world = self.directory, self.plan, self.world
+        return RunInfo(
+            id=world.from_first(lambda: id_of(directory.events)),
+            name=directory.path.name,
+            strategy=str(plan.stack),
+            mesh=str(plan.degrees),
+            world_size=world.size,
+            rank=world.rank,
+            start=0 if source is None else source.step,
+            steps=plan.steps,
+            parameters=parameters,
+            device=world.device.type,
+            directory=directory.path,
+            config=as_plain(self.config),
+        )
+
+    @contextmanager
+    def _saving(self, manager: StrategyManager, loop: Loop) -> Iterator[Loop]:
+        """Return the loop, saving checkpoints if the run asks for them; on disk when the context is left."""
+        settings = self.config.checkpoint
+        if not settings.saves:
+            yield loop
+            return
+        best = settings.keep_best or KeepBestConfig()
+        with Checkpointer(
+            manager,
+            self.directory.checkpoints,
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            keep_best=best.n if settings.keep_best is not None else None,
+            best_of=best.set,
+            asynchronous=settings.asynchronous,
+            on_error=settings.on_error,
+            tokenizer=self.plan.tokenizer(self.config.data),
+        ) as checkpointer:
+            every, after_s = settings.every_steps, settings.after_s
+            yield replace(loop, checkpointer=checkpointer, save_every=every, save_after_s=after_s)
+
+    @contextmanager
+    def _observed(
+        self, manager: StrategyManager, loop: Loop, run: RunInfo, earlier: Sequence[StepResult]
+    ) -> Iterator[Loop]:
+        """Return the loop with its extensions, and register all observers. Collective."""
+        world, directory, companion = self.world, self.directory, self.companion
+        metrics, observing = self.config.metrics, get_registry().observing
+        world.progress.witness = HangFiles(directory, world.rank, partial(FaultFiles, directory.path))
+        with ExitStack() as held:
+            held.enter_context(observing(FaultFiles(directory.path, world.rank)))
+            extensions = [*loop.extensions, *self._profiling(run, loop.start, held)]
+            if metrics.ranks:
+                held.enter_context(observing(RankLog(directory.rank_file(world.rank))))
+            held.enter_context(observing(*timeline_logs(manager, directory.path, metrics.timeline_every)))
+            # On the first rank alone, but errors are raised on all.
+            world.from_first(lambda: held.enter_context(tracking(chosen(self.config.trackers), run)))
+            if world.rank == 0:
+                held.enter_context(observing(*self._reports(held, earlier)))
+                if companion is not None:
+                    held.enter_context(observing(companion))
+                    extensions.append(Around(companion.around(manager)))
+            if metrics.stragglers is not None:
+                world.progress.steps = deque(maxlen=metrics.stragglers.over)
+                extensions.append(Stragglers(metrics.stragglers, world.progress))
+            flops = world.from_first(
+                lambda: (None, None) if companion is None else (companion.flops_per_token, companion.peak_flops)
+            )
+            extensions.append(Flops(*flops))
+            yield replace(loop, run=run, norms_every=metrics.norms_every, extensions=extensions)
+
+    def _reports(self, held: ExitStack, earlier: Sequence[StepResult]) -> list[object]:
+        """Return the observers that report the run, on the first rank."""
+        config, directory = self.config, self.directory
+        reporter = Reporter(
+            directory.metrics,
+            log_every=config.log_every,
+            console=self.console,
+            earlier=earlier,
+            on_error=config.checkpoint.on_error,
+        )
+        held.enter_context(reporter)
+        curve = Curve(directory.metrics, directory.curve, of_tokens=config.objective is None)
+        held.enter_context(curve)
+        journal = Journal(directory.events)
+        return [
+            *(reporter, curve, journal),
+            StartupReport(self.startup, note=journal.note, show=partial(show, console=self.console)),
+        ]
+
+    def _profiling(self, run: RunInfo, start: int, held: ExitStack) -> list[LoopExtension]:
+        """Return what profiles steps of this rank, and samples exposed communication."""
+        found: list[LoopExtension] = []
+        rank, device = self.world.rank, self.world.device
+        asked, every = self.config.profile, self.config.metrics.communication_every
+        if asked is not None and asked.takes(rank):
+            about = {"run": run.name, "strategy": run.strategy, "mesh": run.mesh, "world_size": run.world_size}
+            recorder = Recorder(asked, self.directory.path, rank=rank, device=device, about=about, start=start)
+            found.append(Around(held.enter_context(recorder).around))
+        if every is not None and rank == 0:
+            sampler = Sampler(every, device)
+            found.append(Around(sampler.around, sampler.measured))
+        return found
+
+
+def note_failure(config: RunConfig, code: int) -> None:
+    """Write down what the first rank may not have come to: the exit code, and the picture of the losses."""
+    directory = RunDirectory.of(config)
+    # What is wrong with the input, including another run that holds the directory, has left it as it was.
+    if code in (0, ConfigError.exit_code, config.checkpoint.stops_on.exit_code):
+        return
+    if not directory.metrics.exists() or directory.summary.exists():
+        return
+    note(directory.events, "exit", code=code)
+    draw_metrics(directory.metrics, directory.curve, of_tokens=config.objective is None)

@@ -1,0 +1,291 @@
+"""Sections of the run file: evaluation, sample, plan, metrics, resumption, checkpoints and copies. No torch here."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from meshwright.base.stopping import StopName
+from meshwright.base.validation import FrozenModel
+from meshwright.files.writing import PathText
+from meshwright.mesh.progress import MOST_STEPS
+from meshwright.mesh.sizes import Size
+from meshwright.optim.config import FinitePositive
+
+HELD_OUT = "held_out"
+"""The set that is held out of the sources."""
+
+
+class EarlyStoppingConfig(FrozenModel):
+    """Ends a run whose loss on a set no longer falls."""
+
+    set: str = Field(default=HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
+    patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
+    min_delta: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
+    )
+
+
+class EvalConfig(FrozenModel):
+    """Losses on held-out sets."""
+
+    every: Size | None = Field(default=None, description="Steps between evaluations; null: only at the end.")
+    sequences: Size | None = Field(
+        default=None,
+        description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all.",
+    )
+    early_stopping: EarlyStoppingConfig | None = Field(default=None, description="When to end before; null: never.")
+
+
+class SampleConfig(FrozenModel):
+    """The text generated at the end."""
+
+    prompt: str | None = Field(
+        default=None,
+        description="Text to continue; null: the beginning of a held-out document, or a held-out conversation up to "
+        "its first answer.",
+    )
+    max_new_tokens: Size = Field(default=80)
+    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
+
+
+class StragglersConfig(FrozenModel):
+    """When a rank is named that is slower than the others by itself; see docs/watchdog.md."""
+
+    over: Annotated[Size, Field(le=MOST_STEPS)] = Field(
+        default=20, description="The last steps of each rank, whose median counts."
+    )
+    deviations: float = Field(
+        default=5.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Median absolute deviations from the median of all ranks, scaled as a standard deviation is.",
+    )
+
+
+class MetricsConfig(FrozenModel):
+    """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
+
+    ranks: bool = Field(
+        default=True, description="A file of each rank in output_dir/ranks, with its times and memory by step."
+    )
+    norms_every: Size | None = Field(
+        default=None,
+        description="Steps between those in which norms of the gradients are measured by block; null: none.",
+    )
+    communication_every: Size | None = Field(
+        default=None, description="Steps between those in which exposed communication is measured; null: none."
+    )
+    timeline_every: Size | None = Field(
+        default=100,
+        description="Steps between those in which ranks of a pipeline note when they compute what; null: none.",
+    )
+    stragglers: StragglersConfig | None = Field(
+        default=StragglersConfig(), description="Which ranks are named as slow, of 4 or more; null: none."
+    )
+
+
+Allowed = Literal[
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.no_decay",
+    "schedule",
+    "ema",
+    "max_grad_norm",
+    "grad_norm_type",
+    "objective",
+    "batch_size",
+    "data",
+    "seed",
+]
+"""What may differ in a resumed run."""
+
+
+class ResumeConfig(FrozenModel):
+    """From where a run goes on, and what may have changed."""
+
+    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    allow: list[Allowed] = Field(
+        default=[],
+        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
+        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
+        "new order, and another batch size goes on in the old one.",
+    )
+
+
+class ElasticConfig(FrozenModel):
+    """How many ranks a run may have."""
+
+    min: Annotated[Size, Field(le=4096)] = Field(default=1, description="At least so many.")
+    max: Annotated[Size, Field(le=4096)] = Field(default=4096, description="At most so many, of those that nproc says.")
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ElasticConfig:
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} is more than max={self.max}; lower it")
+        return self
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_TIME = re.compile(r"(\d+\.?\d*|\.\d+)[smh]")
+Duration = Annotated[str, Field(pattern=f"^{_TIME.pattern}$")]
+"""A time above 0, such as 90s, 20m or 1.5h."""
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)(KB|MB|GB|TB)(?:/s)?")
+Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH.pattern}$")]
+"""Bytes a second above 0, such as 500MB/s or 1.5GB."""
+
+
+class KeepBestConfig(FrozenModel):
+    """Checkpoints that are kept because their loss is low."""
+
+    set: str = Field(default=HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
+    n: Size = Field(default=1, description="How many.")
+
+
+class OnSignalConfig(FrozenModel):
+    """What a signal does that announces the end of a job: the run stops after its step, and saves."""
+
+    signals: list[StopName] = Field(
+        default=["SIGTERM", "SIGUSR1", "SIGINT"],
+        description="Which; []: none, so that each ends the run at once. SIGINT is Ctrl-C.",
+    )
+    exit_code: int = Field(
+        default=143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so."
+    )
+    grace_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Seconds from the signal until the job is ended: a save that would take longer, by those before, "
+        "is not begun. null: as long as it takes.",
+    )
+
+
+class ReplicateConfig(FrozenModel):
+    """Copies of the state in the memory of nodes; see docs/memory-copies.md."""
+
+    to: Literal["neighbour"] = Field(
+        default="neighbour",
+        description="Where each rank's state is copied to, beside the memory of its own node: that of the next one.",
+    )
+    every: Size = Field(
+        default=1, description="Steps between copies. One that is not done when the next is due makes that be left out."
+    )
+    bandwidth: FinitePositive | Bandwidth | None = Field(
+        default=None,
+        description="Bytes a second that each rank sends to another node, such as 2e9 or 2GB/s; null: as many as there "
+        "can be.",
+    )
+
+    @field_validator("bandwidth")
+    @classmethod
+    def _is_above_zero(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, str) and not float(_BANDWIDTH.fullmatch(value)[1]):  # type: ignore[index]
+            raise ValueError(f"{value!r} sends nothing; give more, or null")
+        return value
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """`bandwidth` as a number."""
+        if not isinstance(self.bandwidth, str):
+            return self.bandwidth
+        number, unit = _BANDWIDTH.fullmatch(self.bandwidth).groups()  # type: ignore[union-attr]
+        return float(number) * _BYTES[unit]
+
+
+class CheckpointConfig(FrozenModel):
+    """Checkpoints; after the last step, too, if there are any. See docs/storage.md."""
+
+    every: Size | Duration | list[Size | Duration] | None = Field(
+        default=None,
+        description="Steps between checkpoints, such as 500; or a time after the last one, or the start, by the clock "
+        "of the first rank: 90s, 20m or 1.5h; or both, whichever comes first: [500, 20m]. null: as the next says, or "
+        "none.",
+    )
+    keep_best: KeepBestConfig | None = Field(
+        default=None,
+        description="Save after each evaluation that is among the best n, and keep these, too: {set: held_out, n: 1}.",
+    )
+    keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
+    keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
+    asynchronous: bool = Field(default=True, description="Go on training while one is written.")
+    on_error: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="What to do when one, or metrics.jsonl, cannot be written; what was there is kept either way.",
+    )
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=3,
+        description="Attempts after the first, half a second later and then twice as long each time, at most 30 s, "
+        "where an error may be gone a moment later: EIO, ESTALE, time-outs, and those of a server.",
+    )
+    to: PathText | None = Field(
+        default=None,
+        description="Where they go: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
+        "output_dir/checkpoints. Another run has another.",
+    )
+    key_file: PathText | None = Field(
+        default=None,
+        description="A file with a secret of at least 32 bytes, the same on all nodes: checkpoints are signed with it, "
+        "and others are refused; null: neither.",
+    )
+    replicate: Literal["neighbour"] | ReplicateConfig | None = Field(
+        default=None,
+        description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
+        "which ranks that are begun anew go on (max_restarts): neighbour, or {every: 1, bandwidth: 1GB/s}; null: go on "
+        "from checkpoints alone. See docs/memory-copies.md.",
+    )
+    on_signal: OnSignalConfig | None = Field(
+        default=None,
+        description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM, SIGUSR1 and "
+        "SIGINT, if checkpoints are saved otherwise.",
+    )
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are any."""
+        return self.saves_in_time or bool(self.on_signal and self.on_signal.signals)
+
+    @property
+    def saves_in_time(self) -> bool:
+        """Whether there are any without a signal."""
+        return bool(self._occasions) or self.keep_best is not None
+
+    @property
+    def stops_on(self) -> OnSignalConfig:
+        """`on_signal`, written out."""
+        return self.on_signal or (OnSignalConfig() if self.saves else OnSignalConfig(signals=[]))
+
+    @property
+    def copies(self) -> ReplicateConfig | None:
+        """`replicate`, written out."""
+        return ReplicateConfig() if isinstance(self.replicate, str) else self.replicate
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps between checkpoints; None where steps do not count."""
+        return next((each for each in self._occasions if isinstance(each, int)), None)
+
+    @property
+    def after_s(self) -> float | None:
+        """Seconds between checkpoints; None where the clock does not count."""
+        times = (each for each in self._occasions if isinstance(each, str))
+        return next((float(text[:-1]) * _SECONDS[text[-1]] for text in times), None)
+
+    @property
+    def _occasions(self) -> list[int | str]:
+        given = self.every
+        return given if isinstance(given, list) else [] if given is None else [given]
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _is_steps_or_time(cls, value: Any) -> Any:
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        times = [each for each in given if isinstance(each, str) and _TIME.fullmatch(each) and float(each[:-1])]
+        steps = [each for each in given if type(each) is int and 0 < each < 2**31]
+        if len(times) > 1 or len(steps) > 1 or len(times) + len(steps) < len(given) or value == []:
+            raise ValueError(
+                f"{value!r} is neither a number of steps, such as 500, nor a time above 0, such as 90s, 20m or 1.5h, "
+                f"nor one of each, [500, 20m]"
+            )
+        return value

@@ -1,0 +1,239 @@
+"""One run as its directory describes it. Nothing is read before somebody asks, and then only what is new."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from meshwright.base.errors import ConfigError
+from meshwright.files.parsing import parse_json, parse_yaml, read_regular
+from meshwright_run.run_directory import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, RunDirectory
+
+from .columns import Columns
+from .ranks import Ranks
+from .tail import Tail, parse_lines
+
+PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
+"""Of which the directory of a run has one at least."""
+AT_ONCE = 1 << 22
+"""Bytes of metrics that are read at once."""
+MAX_EVENTS = 20_000
+MAX_EVENT = 1 << 14
+"""Bytes of one; longer ones are left out."""
+
+
+class WatchedRun:
+    """A run, by its directory, which may be empty yet, and a name for the page.
+
+    Raises:
+        ConfigError: it is no directory, or holds other things.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory.resolve()
+        self.name = name
+        _check(self.directory, directory)
+        self.lock = Lock()
+        """To be held while refreshing or reading."""
+        self.metrics = Columns()
+        self.events: list[dict[str, Any]] = []
+        paths = RunDirectory(self.directory)
+        self.ranks, self.timeline = Ranks(paths.ranks), paths.timeline
+        self._lines, self._event_lines = Tail(paths.metrics), Tail(paths.events)
+        self._events_version = 0
+        self._unread = 0
+        self._contents: dict[str, tuple[tuple[int, int, int], Any]] = {}
+
+    def refresh(self, most: int = AT_ONCE) -> bool:
+        """Read what was written since the last time, and return whether there is more to be read at once."""
+        part = self._lines.read(most)
+        if part.is_new:
+            self.metrics.clear()
+            self._unread = 0
+        records, torn = parse_lines(part.lines)
+        self._unread += torn + self.metrics.add(records)
+        events = self._event_lines.read(most)
+        if events.is_new:
+            self.events.clear()
+        lines = [line for line in events.lines if len(line) <= MAX_EVENT]
+        found = [each for each in parse_lines(lines)[0] if isinstance(each.get("event"), str)]
+        if found or events.is_new:
+            self._events_version += 1
+            self.events = [*self.events, *found][-MAX_EVENTS:]
+        return part.has_more or events.has_more
+
+    def settings(self) -> dict[str, Any]:
+        """Return the run file; {} where there is none."""
+        found = self._read(RUN, parse_yaml)
+        return found if isinstance(found, dict) else {}
+
+    def _read(self, name: str, parse: Any) -> Any:
+        """A small file, read again when it has changed; None where it cannot be read."""
+        path = self.directory / name
+        try:
+            status = path.stat()
+            mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+            known = self._contents.get(name)
+            if known is None or known[0] != mark:
+                known = self._contents[name] = (mark, parse(read_regular(path).decode()))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return known[1]
+
+    def state(self) -> dict[str, Any]:
+        """Return what the page shows first, and what shows it whether there is news, as values of JSON."""
+        metrics, start, settings = self.metrics, self._last("start"), self.settings()
+        state, why = self._condition()
+        versions = {"metrics": metrics.version, "events": self._events_version, "timeline": _newest(self.timeline)}
+        return self._blank() | {
+            "state": state,
+            "why": why,
+            "step": metrics.last_step,
+            "steps": _int(start.get("steps")) or _int(settings.get("steps")),
+            "strategy": _text(start.get("strategy")) or _text(settings.get("strategy")),
+            "mesh": _text(start.get("mesh")),
+            "world_size": _int(start.get("world_size")),
+            "parameters": _int(start.get("parameters")),
+            "device": _text(start.get("device")),
+            "meshwright": _text(start.get("version")),
+            "names": metrics.names,
+            "last": {name: _finite(metrics.last(name)) for name in metrics.names if not name.startswith("norms/")},
+            "left_out": metrics.left_out,
+            "unread": self._unread,
+            "read": [self._lines.offset, self._lines.size],
+            "versions": versions,
+            "has_ranks": RunDirectory(self.directory).ranks.is_dir(),
+            "has_timeline": self.timeline.is_dir(),
+        }
+
+    def unreadable(self, error: Exception) -> dict[str, Any]:
+        """Return the state of a run one of whose files is broken in an unexpected way, as values of JSON."""
+        return self._blank() | {"state": "failed", "why": f"its files cannot be read ({type(error).__name__})"}
+
+    def _blank(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "directory": str(self.directory),
+            **dict.fromkeys(("state", "why", "strategy", "mesh", "device", "meshwright"), ""),
+            **dict.fromkeys(("steps", "world_size", "parameters")),
+            "step": 0,
+            "names": [],
+            "last": {},
+            "unread": 0,
+            "read": [0, 0],
+            "versions": {"metrics": 0, "events": 0, "timeline": 0},
+            **dict.fromkeys(("left_out", "has_ranks", "has_timeline"), False),
+        }
+
+    def _last(self, *events: str) -> dict[str, Any]:
+        return next((each for each in reversed(self.events) if each["event"] in events), {})
+
+    def _condition(self) -> tuple[str, str]:
+        """Whether the run is waiting, running, done, stopped, failed or gone, and why."""
+        end = self._last("start", "end", "fault", "exit")
+        holder = self._read(HOLDER, parse_json)
+        is_held = isinstance(holder, dict)
+        is_dead = is_held and _is_dead(holder)
+        match end.get("event"):
+            case "exit":
+                fault = self._last("fault")
+                return "failed", _fault(fault) if fault else f"exit code {_text(end.get('code'))}"
+            case "end":
+                reason = _text(end.get("reason"))
+                return {"done": "done", "early stopping": "done", "failed": "failed"}.get(reason, "stopped"), reason
+            case "fault":
+                return "failed", _fault(end)
+        if is_held and not is_dead:
+            return "running", ""
+        if self._read(SUMMARY, parse_json) is not None:
+            return "done", ""
+        if is_dead:
+            return "gone", "its process ended without a word"
+        return ("stopped", "") if self.metrics.names else ("waiting", "nothing is written yet")
+
+
+def watched(directories: Sequence[Path]) -> list[WatchedRun]:
+    """Return the runs of some directories, each once, by names that differ: as much of their paths as that takes.
+
+    Raises:
+        ConfigError: one is no directory of a run.
+    """
+    given = list({directory.resolve(): directory for directory in directories}.values())
+    parts = [directory.resolve().parts for directory in given]
+    names = []
+    for own in parts:
+        length = next((n for n in range(1, len(own)) if sum(other[-n:] == own[-n:] for other in parts) == 1), len(own))
+        names.append("/".join(own[-length:]))
+    return [WatchedRun(directory, name) for directory, name in zip(given, names, strict=True)]
+
+
+def _check(directory: Path, given: Path) -> None:
+    if not directory.is_dir():
+        near = _runs_in(given.parent) if given.parent.is_dir() else []
+        told = f" Runs beside it: {', '.join(map(str, near[:8]))}." if near else ""
+        raise ConfigError(f"{str(given)!r} is no directory of a run.{told} Give the output_dir of a run.")
+    if _looks_like_run(directory):
+        return
+    inside = _runs_in(given)
+    if inside:
+        raise ConfigError(
+            f"{str(given)!r} is no run, but holds {len(inside)}. Name those to watch: "
+            f"meshwright watch {' '.join(map(str, inside[:4]))}{' ...' if len(inside) > 4 else ''}"
+        )
+    if any(given.iterdir()):
+        raise ConfigError(
+            f"{str(given)!r} holds none of {', '.join(PARTS)}: it is no directory of a run. Give the output_dir of one."
+        )
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.glob("*")) if _looks_like_run(path)]
+
+
+def _looks_like_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in PARTS)
+
+
+def _is_dead(holder: dict[str, Any]) -> bool:
+    """Whether the process that holds the directory was of this machine, and has ended."""
+    pid = holder.get("pid")
+    if type(pid) is not int or pid <= 0 or holder.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False
+
+
+def _newest(directory: Path) -> int:
+    """When something in a directory was last written [ms], which a number of the page can hold."""
+    try:
+        return max((path.stat().st_mtime_ns // 1_000_000 for path in directory.iterdir()), default=0)
+    except OSError:
+        return 0
+
+
+def _fault(event: dict[str, Any]) -> str:
+    return f"{_text(event.get('kind'))}: {_text(event.get('message'))}"
+
+
+def _int(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None
