@@ -442,8 +442,11 @@ def test_a_plugins_objectives_are_found_by_name_with_options():
     [
         ([_Plugin(CrossEntropy)], "two plugins bring an objective 'cross_entropy'; one is plugin0. Uninstall one"),
         ([_Plugin(Scaled), _Plugin(Scaled)], "two plugins bring an objective 'scaled'; one is plugin"),
-        ([_Plugin(len)], "plugin plugin0 brings <built-in function len>, which is no meshwright.objectives.Objective"),
-        ([_Plugin(Objective)], "which is no meshwright.objectives.Objective"),
+        (
+            [_Plugin(len)],
+            "plugin plugin0 brings <built-in function len>, which is no meshwright.plugin.ObjectiveConfig",
+        ),
+        ([_Plugin(Objective)], "which is no meshwright.plugin.ObjectiveConfig"),
     ],
 )
 def test_what_a_plugin_must_not_register_is_refused(plugins, text):

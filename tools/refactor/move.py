@@ -157,7 +157,7 @@ def rewrite(path: Path) -> bool:
     return False
 
 
-count = sum(rewrite(f) for f in tracked(".py"))
+count = sum(rewrite(f) for f in tracked(".py", ".pyi"))
 # dotted names and paths in any text
 pairs = []
 for old, new in modules.items():

@@ -45,7 +45,7 @@ def activation_field(held: str = "every second matrix product and attention") ->
     )
 
 
-def told(value: ActivationCheckpointing) -> str:
+def recompute_option_text(value: ActivationCheckpointing) -> str:
     """Return the option as a user writes it."""
     if isinstance(value, ActivationOptions):
         given = {name: each for name, each in value.model_dump().items() if each is not None}

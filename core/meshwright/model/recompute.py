@@ -47,7 +47,7 @@ from .._compat.torch import (
 )
 from .._compat.torch_versions import compiles_attention_in_float64
 from ..base.errors import ConfigError, ModelError, StrategyError
-from .activation_options import ActivationCheckpointing, ActivationOptions, told
+from .activation_options import ActivationCheckpointing, ActivationOptions, recompute_option_text
 from .budget import BudgetedBlocks
 from .forward_order import Layer, put_around
 from .layout import ModelLayout
@@ -83,8 +83,8 @@ def checkpoint_blocks(
         )
     if not layout.blocks:
         raise ModelError(
-            f"activation_checkpointing={told(mode)!r} acts on blocks, but {type(model).__name__} has no stack of "
-            f"blocks. Set activation_checkpointing=false, or describe the model through the hook model_layout."
+            f"activation_checkpointing={recompute_option_text(mode)!r} acts on blocks, but {type(model).__name__} has no "
+            f"stack of blocks. Set activation_checkpointing=false, or describe the model through the hook model_layout."
         )
     held = None
     if isinstance(mode, ActivationOptions):

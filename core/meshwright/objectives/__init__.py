@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Column, Objective
+from .base import Column, ObjectiveConfig
 from .registry import check_objective, get_objective, list_objectives
 
-__all__ = ["Column", "Objective", "check_objective", "get_objective", "list_objectives"]
+__all__ = ["Column", "ObjectiveConfig", "check_objective", "get_objective", "list_objectives"]
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,7 @@ class Column:
         return None if fits[self.kind] else f"is {kind}, not {wanted}"
 
 
-class Objective(FrozenModel):
+class ObjectiveConfig(FrozenModel):
     """Base of registered objectives, called as `objective(tokens, batch)`; see [Note: sums] and [Note: columns].
 
     Attributes:
@@ -109,7 +109,7 @@ class Objective(FrozenModel):
                 raise BatchError(f"column {column.name!r} of objective {self.name!r} {wrong}.")
 
 
-class SequenceObjective(Objective):
+class SequenceObjective(ObjectiveConfig):
     """An objective that is divided by the number of sequences (or pairs) with any unmasked target."""
 
     def count(self, batch: Columns) -> int:

@@ -9,20 +9,20 @@ from typing import Any
 from ..base.errors import ConfigError, nearest
 from ..base.validation import validated
 from ..strategy.registry import Registry, get_registry
-from .base import Objective
+from .base import ObjectiveConfig
 
 
-def list_objectives(registry: Registry | None = None) -> Mapping[str, type[Objective]]:
+def list_objectives(registry: Registry | None = None) -> Mapping[str, type[ObjectiveConfig]]:
     """Return the registered objectives by name: each a frozen config whose fields are its options.
 
     Raises:
         ConfigError: two plugins register one name, or something that is no objective.
     """
-    found: dict[str, type[Objective]] = {}
+    found: dict[str, type[ObjectiveConfig]] = {}
     for plugin, register in (registry or get_registry()).implementations("register_objectives"):
         for cls in (cls for classes in register() for cls in classes):
-            if not (isinstance(cls, type) and issubclass(cls, Objective) and hasattr(cls, "name")):
-                raise ConfigError(f"plugin {plugin} brings {cls!r}, which is no meshwright.objectives.Objective.")
+            if not (isinstance(cls, type) and issubclass(cls, ObjectiveConfig) and hasattr(cls, "name")):
+                raise ConfigError(f"plugin {plugin} brings {cls!r}, which is no meshwright.plugin.ObjectiveConfig.")
             if cls.name in found:
                 raise ConfigError(f"two plugins bring an objective {cls.name!r}; one is {plugin}. Uninstall one.")
             found[cls.name] = cls

@@ -43,7 +43,7 @@ def register_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
 def register_objectives() -> list[type[FrozenModel]]:  # type: ignore[empty-body]
     """Return the objectives this plugin brings, which run files name. Must not import torch.
 
-    Each is a class derived from `meshwright.objectives.Objective`: its fields are the options, its `name` the name.
+    Each is a class derived from `meshwright.plugin.ObjectiveConfig`: its fields are the options, its `name` the name.
     """
 
 

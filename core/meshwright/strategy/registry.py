@@ -22,7 +22,7 @@ import pluggy
 from packaging.requirements import Requirement
 from pydantic import BaseModel
 
-from ..base.errors import StrategyError, UnknownStrategyError, nearest
+from ..base.errors import ConfigError, StrategyError, UnknownStrategyError, nearest
 from ..mesh.sizes import CLAIMABLE_AXES
 from . import hooks as hookspecs
 from .contract import StrategySpec
@@ -66,11 +66,11 @@ def import_plugin(extra: str, module: str = "") -> ModuleType:
     """Return the package of a plugin of this project, or a module of it.
 
     Raises:
-        ImportError: it is not installed; the text says how to install it.
+        ConfigError: it is not installed; the text says how to install it.
     """
     package = f"meshwright_{extra}"
     if find_spec(package) is None:
-        raise ImportError(f"{package} is not installed. {how_to_install(extra)}")
+        raise ConfigError(f"{package} is not installed. {how_to_install(extra)}")
     return importlib.import_module(f"{package}.{module}" if module else package)
 
 

@@ -85,13 +85,13 @@ def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.Pr
     has compiled before; code that is first called here runs uncompiled. Names for process groups may be given, such as
     {"tp": mesh.group("tp")}; of several names for one group the first counts.
     """
-    mode = Recorder(groups or {})
+    mode = CollectiveRecorder(groups or {})
     with mode:
         work()
     return Traffic(tuple(mode.calls))
 
 
-class Recorder(Observer):
+class CollectiveRecorder(Observer):
     """Record each collective in `calls`, but no messages between two ranks of some tags; see `measure_collectives`."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, tags: Collection[int] = ()) -> None:

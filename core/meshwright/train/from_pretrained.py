@@ -208,7 +208,7 @@ def _opened(
 
     model, weights, base = world.together(load)
     check_same_weights(weights, world, base)
-    tell(weights, world, stacklevel=5)
+    warn_of_weights(weights, world, stacklevel=5)
     return model, weights, base, adapters
 
 
@@ -286,7 +286,7 @@ def check_same_weights(weights: PretrainedWeights, world: World, base: Base | No
         )
 
 
-def tell(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
+def warn_of_weights(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
     """Warn of missing or superfluous weights, on the first rank."""
     if world.rank == 0:
         for remark in weights.remarks:

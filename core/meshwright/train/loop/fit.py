@@ -27,7 +27,7 @@ from .batches import StopsBefore, begun_ahead, states_of_ranks
 from .extension import Around, LoopExtension, Moment
 from .monitors import BAD_STEPS, STATE, Bad, BadSteps, Rewinds, Watch
 from .options import Loop, agree_on, done_on_all, is_due, raise_on_all
-from .step import Stopwatch, marked, train_step
+from .step import Stopwatch, marked_part, train_step
 from .verifying import Verifier
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class _Course:
         """Return the result with the losses of the sets, and tell observers of them. Collective."""
         start = time.perf_counter()
         self.progress.enter("evaluation")
-        with marked("evaluation"):
+        with marked_part("evaluation"):
             losses = self.losses()
             for each in self.extensions:
                 losses |= each.evaluate(self.losses)
@@ -266,7 +266,7 @@ class _Course:
         start = time.perf_counter()
         self.progress.enter("save")
         extra = self.extra(result.step)
-        with marked("save"):
+        with marked_part("save"):
             loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
         self.saved_at = clock()
         self.saving["save"] = seconds = time.perf_counter() - start

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..._compat.torch import is_profiled
-from ..._compat.torch import marked as _marked
+from ..._compat.torch import is_profiled, marked
 from ...base.errors import NotFiniteError, TrainingError
 from ...events.step import MARK, StepResult
 from ...strategy.contract import StrategyManager
@@ -193,9 +192,9 @@ ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
 """Parts whose work is done by the device."""
 
 
-def marked(name: str) -> AbstractContextManager[object]:
+def marked_part(name: str) -> AbstractContextManager[object]:
     """Name a part of a run for torch's profiler; does nothing where none runs."""
-    return _marked(MARK + name)
+    return marked(MARK + name)
 
 
 class Stopwatch:
@@ -246,7 +245,7 @@ class Stopwatch:
         # A step that has failed leaves its last mark open; the next one closes it.
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
-        self._mark = marked(part) if part is not None and is_profiled() else None
+        self._mark = marked_part(part) if part is not None and is_profiled() else None
         if self._mark is not None:
             self._mark.__enter__()
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.files.commands import Traceback, told
-from meshwright.files.terminal import say
+from meshwright.plugin import Traceback, say, told
 
 from . import TARGETS, Target
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshwright.base.validation import FrozenModel
-from meshwright.mesh.sizes import Size
+from meshwright.plugin import FrozenModel, Size
 from meshwright_run.secrets import FromEnvironment, is_secret, without_assigned
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

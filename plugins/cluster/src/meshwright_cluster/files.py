@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from meshwright.base.errors import ConfigError
-from meshwright.files.parsing import as_yaml
-from meshwright.files.writing import write_whole
+from meshwright.plugin import ConfigError, as_yaml, write_whole
 
 from . import Target, kubernetes, ray, skypilot, slurm
 from .job import RUN_FILE, Job

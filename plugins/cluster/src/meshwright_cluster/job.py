@@ -15,10 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.base.errors import ConfigError
-from meshwright.mesh.sizes import Degrees
-from meshwright.strategy.registry import get_registry
-from meshwright.strategy.stack import resolve
+from meshwright.plugin import ConfigError, Degrees, get_registry, resolve
 from meshwright_run.data.order import check_batch_size
 from meshwright_run.run_file import RunConfig, hidden
 from meshwright_run.secrets import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned

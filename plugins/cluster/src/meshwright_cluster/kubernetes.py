@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.files.parsing import as_yaml
+from meshwright.plugin import as_yaml
 
 from .job import PORT, RUN_FILE, Job
 

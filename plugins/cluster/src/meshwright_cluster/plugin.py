@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.events.run import RunSection
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import RunSection, hookimpl
 
 from .command import launch
 from .config import LaunchConfig, without_secrets

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.validation import validated
+from meshwright.plugin import validated
 from meshwright_run.run_file import RunConfig
 
 from .job import RUN_FILE, Job

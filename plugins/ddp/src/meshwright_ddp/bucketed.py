@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.base.errors import ModelError
-from meshwright.manager.gradients import Findings
-from meshwright.manager.start import check_reduce_dtype
-from meshwright.mesh.mesh import Mesh
-from meshwright.model.forward_order import WeightGradients
+from meshwright.plugin import Findings, Mesh, ModelError, WeightGradients, check_reduce_dtype
 
 from .buckets import make_buckets, make_buffers
 from .config import DistributedDataParallelConfig

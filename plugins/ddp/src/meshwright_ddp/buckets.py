@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import ModelError
+from meshwright.plugin import ModelError
 
 from .config import DistributedDataParallelConfig
 from .parameter_gather import BucketGather

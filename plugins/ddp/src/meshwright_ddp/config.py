@@ -7,10 +7,14 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.base.errors import StrategyError, nearest
-from meshwright.files.versions import warn_deprecated
-from meshwright.model.activation_options import ActivationCheckpointing, activation_field
-from meshwright.strategy.contract import StrategyConfig
+from meshwright.plugin import (
+    ActivationCheckpointing,
+    StrategyConfig,
+    StrategyError,
+    activation_field,
+    nearest,
+    warn_deprecated,
+)
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

@@ -15,10 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import MeshwrightError, NotFiniteError, StrategyError, TrainingError
-from meshwright.files.terminal import warn
-from meshwright.manager.gradients import Findings
-from meshwright.mesh.world import World
+from meshwright.plugin import Findings, MeshwrightError, NotFiniteError, StrategyError, TrainingError, World, warn
 
 from .buckets import Bucket, Slot
 from .config import DistributedDataParallelConfig

@@ -6,12 +6,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshwright.base.errors import MeshError, StrategyError, UnknownStrategyError
-from meshwright.base.validation import validated
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import MeshSizes
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import get_strategy
+from meshwright.plugin import (
+    Mesh,
+    MeshError,
+    MeshSizes,
+    StrategyError,
+    StrategyManager,
+    UnknownStrategyError,
+    get_strategy,
+    validated,
+)
 
 from .config import DDPConfig
 

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from meshwright.base.errors import ConfigError
-from meshwright.optim.build import check_arguments
-from meshwright.tensors.norms import WideSums
+from meshwright.plugin import ConfigError, WideSums, check_arguments
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 

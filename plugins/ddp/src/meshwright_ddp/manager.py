@@ -10,14 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.base.types import Batch, OptimizerFactory
-from meshwright.base.validation import as_config
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.gradients import Findings, Gradients
-from meshwright.mesh.mesh import Mesh, as_mesh
-from meshwright.model.recompute import checkpoint_blocks
-from meshwright.tensors.pieces import Sharded
-from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright.plugin import (
+    Batch,
+    DataParallelManager,
+    Findings,
+    Gradients,
+    Mesh,
+    OptimizerFactory,
+    OptimizerState,
+    Sharded,
+    ShardedState,
+    TensorKind,
+    as_config,
+    as_mesh,
+    checkpoint_blocks,
+)
 
 from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig

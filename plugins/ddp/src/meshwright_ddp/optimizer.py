@@ -16,13 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.base.errors import StrategyError
-from meshwright.manager.gradients import Gradients
-from meshwright.mesh.mesh import Mesh
-from meshwright.tensors.norms import Groups as NormGroups
-from meshwright.tensors.ops import copy_all
-from meshwright.tensors.pieces import Piece, Sharded, stretch_pieces
-from meshwright.tensors.state import Parts
+from meshwright.plugin import Gradients, Mesh, Parts, Piece, Sharded, StrategyError, copy_all, stretch_pieces
+from meshwright.plugin import Groups as NormGroups
 
 from .buckets import Buffer
 from .reduction import Groups

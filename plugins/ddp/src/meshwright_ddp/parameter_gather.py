@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.tensors.ops import all_gather_single
+from meshwright.plugin import all_gather_single
 
 
 class BucketGather:

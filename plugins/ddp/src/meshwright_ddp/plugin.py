@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.base.errors import StrategyError
-from meshwright.strategy.contract import StrategyManager, StrategySpec
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import StrategyError, StrategyManager, StrategySpec, hookimpl
 
 from .config import AXES, DDPConfig
 
 if TYPE_CHECKING:
-    from meshwright.mesh.mesh import Mesh
-    from meshwright.mesh.sizes import Degrees
+    from meshwright.plugin import Degrees, Mesh
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:

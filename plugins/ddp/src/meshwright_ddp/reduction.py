@@ -15,10 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.base.errors import MeshError
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import ROOT_AXES
-from meshwright.tensors.ops import reduce_scatter_single
+from meshwright.plugin import ROOT_AXES, Mesh, MeshError, reduce_scatter_single
 
 
 @dataclass(frozen=True)

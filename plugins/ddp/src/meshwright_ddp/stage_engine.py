@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.base.errors import StrategyError
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.tensors.norms import WideSums
+from meshwright.plugin import DataParallelManager, StrategyError, WideSums
 
 from .buckets import bucket_layout
 from .config import DDPConfig

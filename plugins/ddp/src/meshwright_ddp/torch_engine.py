@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.base.errors import StrategyError
-from meshwright.mesh.mesh import Mesh
-from meshwright.tensors.norms import WideSums
+from meshwright.plugin import Mesh, StrategyError, WideSums
 
 from ._compat import buffer_option
 from .config import DDPConfig

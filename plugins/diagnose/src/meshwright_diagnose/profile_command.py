@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.files.commands import JsonFile, tell, told, write
+from meshwright.plugin import JsonFile, tell, told, write
 
 Profile = Annotated[
     Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")

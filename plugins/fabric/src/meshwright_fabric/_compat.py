@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy
 
-from meshwright.base.errors import StrategyError
+from meshwright.plugin import StrategyError
 
 
 class _OneCall:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Objective, StrategyManager
-from meshwright.base.errors import StrategyError
+from meshwright.plugin import StrategyError
 
 
 class _Announced(torch.autograd.Function):

@@ -17,12 +17,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright import Mesh, MeshSizes, StrategyManager, load_checkpoint, open_world, resolve, save_checkpoint
-from meshwright.base.errors import CheckpointError, ConfigError, StrategyError, TrainingError
-from meshwright.base.validation import validated
-from meshwright.checkpoint import read_manifest
-from meshwright.checkpoint.schedule import load_schedule, note_rates
-from meshwright.checkpoint.values import decoded
-from meshwright.train.from_pretrained import Sizes
+from meshwright.plugin import (
+    CheckpointError,
+    ConfigError,
+    Sizes,
+    StrategyError,
+    TrainingError,
+    decoded,
+    load_schedule,
+    note_rates,
+    read_manifest,
+    validated,
+)
 
 from ._compat import refuse_accumulation
 from .step import StepModule

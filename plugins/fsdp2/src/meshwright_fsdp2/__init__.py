@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from meshwright.files.class_paths import import_class_from_path, import_classes_from_paths
+from meshwright.plugin import import_class_from_path, import_classes_from_paths
 
 from .config import FSDP2Config
 
 if TYPE_CHECKING:
-    from meshwright.parallel.tensor import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+    from meshwright.plugin import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
     from .functions import (
         _destroy_dist_connection,

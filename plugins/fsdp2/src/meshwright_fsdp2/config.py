@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.base.errors import ConfigError, nearest
-from meshwright.base.validation import DTYPES, NO_FLOAT16
-from meshwright.files.class_paths import check_import
-from meshwright.files.terminal import warn
-from meshwright.model.activation_options import ActivationCheckpointing, activation_field
-from meshwright.strategy.contract import ROUNDS_ANEW, StrategyConfig
+from meshwright.plugin import (
+    DTYPES,
+    NO_FLOAT16,
+    ROUNDS_ANEW,
+    ActivationCheckpointing,
+    ConfigError,
+    StrategyConfig,
+    activation_field,
+    check_import,
+    nearest,
+    warn,
+)
 
 if TYPE_CHECKING:
-    from meshwright.mesh.sizes import Degrees
+    from meshwright.plugin import Degrees
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
 """What the strategy shards."""

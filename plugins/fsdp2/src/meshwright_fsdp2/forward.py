@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.model.forward_order import Layer, put_around
-from meshwright.model.layout import ModelLayout
+from meshwright.plugin import Layer, ModelLayout, put_around
 
 
 def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]) -> None:

@@ -17,15 +17,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from meshwright.base.errors import MeshError, ModelError
-from meshwright.files.terminal import warn
-from meshwright.manager.start import check_trainable
-from meshwright.model.drawn_weights import DeferredModel
-from meshwright.model.layout import layout_by_structure
-from meshwright.model.recompute import Mode, checkpoint_blocks
-from meshwright.model.weights import fill, is_meta, materialize, same_generator
-from meshwright.parallel.tensor import parallelize_tensors
-from meshwright.strategy.registry import model_layout
+from meshwright.plugin import (
+    DeferredModel,
+    MeshError,
+    Mode,
+    ModelError,
+    check_trainable,
+    checkpoint_blocks,
+    fill,
+    is_meta,
+    layout_by_structure,
+    materialize,
+    model_layout,
+    parallelize_tensors,
+    same_generator,
+    warn,
+)
 
 from ._compat import held_after_forward
 from .config import FSDP2Config

@@ -17,19 +17,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.base.errors import MeshError, StrategyError
-from meshwright.base.types import Batch, OptimizerFactory
-from meshwright.base.validation import as_config
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.gradients import Findings
-from meshwright.manager.start import tell_idle_options
-from meshwright.mesh.mesh import Mesh, as_mesh
-from meshwright.model.activation_options import ActivationOptions, needs_equal_operators, told
-from meshwright.model.recompute import checkpoint_blocks, compile_blocks
-from meshwright.optim.build import split_by_mesh
-from meshwright.parallel.context import ContextParallel
-from meshwright.parallel.expert import ExpertParallel, check_expert_parallel
-from meshwright.parallel.tensor import TensorParallel
+from meshwright.plugin import (
+    ActivationOptions,
+    Batch,
+    ContextParallel,
+    DataParallelManager,
+    ExpertParallel,
+    Findings,
+    Mesh,
+    MeshError,
+    OptimizerFactory,
+    StrategyError,
+    TensorParallel,
+    as_config,
+    as_mesh,
+    check_expert_parallel,
+    checkpoint_blocks,
+    compile_blocks,
+    needs_equal_operators,
+    recompute_option_text,
+    split_by_mesh,
+    tell_idle_options,
+)
 
 from ._compat import add_up, overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
@@ -283,8 +292,8 @@ def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
         )
     if config.enable_compile and isinstance(config.activation_checkpointing, ActivationOptions):
         raise StrategyError(
-            f"activation_checkpointing={told(config.activation_checkpointing)} acts on operators one by one, but with "
-            f"enable_compile=true a compiled block decides by itself what it holds. Set enable_compile=false, or "
+            f"activation_checkpointing={recompute_option_text(config.activation_checkpointing)} acts on operators one by "
+            f"one, but with enable_compile=true a compiled block decides by itself what it holds. Set enable_compile=false, or "
             f"activation_checkpointing to full or selective."
         )
     if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:

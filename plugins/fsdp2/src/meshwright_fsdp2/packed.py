@@ -6,8 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from meshwright.base.errors import BatchError, StrategyError
-from meshwright.base.types import Batch
+from meshwright.plugin import Batch, BatchError, StrategyError
 
 from ._compat import never_packed
 

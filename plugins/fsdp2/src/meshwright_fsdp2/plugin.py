@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.strategy.contract import StrategySpec
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import StrategySpec, hookimpl
 
 from .config import AXES, FSDP2Config
 
 if TYPE_CHECKING:
-    from meshwright.mesh.mesh import Mesh
+    from meshwright.plugin import Mesh
 
     from .manager import FSDP2Manager
 

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from meshwright.model.layout import ModelLayout
-from meshwright.parallel.expert import ExpertParallel
-from meshwright.parallel.tensor import TensorParallel
+from meshwright.plugin import ExpertParallel, ModelLayout, TensorParallel
 
 from ._compat import begin_at, held_after_forward, reduce_unused
 from .unit_options import UnitOptions

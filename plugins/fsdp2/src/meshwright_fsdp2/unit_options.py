@@ -17,10 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.base.errors import ModelError, StrategyError
-from meshwright.files.class_paths import instantiate
-from meshwright.mesh.mesh import Mesh
-from meshwright.parallel.tensor import TensorParallel, packed_dim
+from meshwright.plugin import Mesh, ModelError, StrategyError, TensorParallel, instantiate, packed_dim
 
 from .config import FSDP2Config
 from .units import Unit

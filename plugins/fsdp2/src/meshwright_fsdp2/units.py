@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.base.errors import ModelError
-from meshwright.model.layout import ModelLayout
+from meshwright.plugin import ModelError, ModelLayout
 
 
 @dataclass(frozen=True)

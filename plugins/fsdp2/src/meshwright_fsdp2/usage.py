@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.manager.gradients import Findings
+from meshwright.plugin import Findings
 
 
 class Usage:

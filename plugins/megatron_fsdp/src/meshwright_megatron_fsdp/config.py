@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.base.validation import DTYPES, NO_FLOAT16
-from meshwright.model.activation_options import ActivationCheckpointing, activation_field
-from meshwright.strategy.contract import StrategyConfig
+from meshwright.plugin import DTYPES, NO_FLOAT16, ActivationCheckpointing, StrategyConfig, activation_field
 
 if TYPE_CHECKING:
-    from meshwright.mesh.sizes import Degrees
+    from meshwright.plugin import Degrees
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
 """What the strategy shards."""

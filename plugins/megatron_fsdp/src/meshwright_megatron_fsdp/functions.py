@@ -11,12 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.base.errors import ConfigError, MeshError, StrategyError
-from meshwright.base.validation import validated
-from meshwright.files.terminal import warn
-from meshwright.launch.open_world import open_world
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import MeshSizes
+from meshwright.plugin import ConfigError, Mesh, MeshError, MeshSizes, StrategyError, open_world, validated, warn
 
 from ._compat.cpu_torch import hold_cpu_torch
 from .config import MegatronFSDPConfig

@@ -18,20 +18,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.base.errors import MeshError, ModelError, StrategyError
-from meshwright.base.processes import uses_expandable_segments
-from meshwright.base.types import OptimizerFactory
-from meshwright.base.validation import as_config
-from meshwright.files.terminal import warn
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.gradients import Findings
-from meshwright.manager.start import tell_idle_options
-from meshwright.mesh.mesh import Mesh, as_mesh
-from meshwright.model.recompute import checkpoint_blocks
-from meshwright.model.weights import is_meta
-from meshwright.parallel.context import ContextParallel
-from meshwright.parallel.tensor import Division, TensorParallel
-from meshwright.tensors.pieces import Sharded
+from meshwright.plugin import (
+    ContextParallel,
+    DataParallelManager,
+    Division,
+    Findings,
+    Mesh,
+    MeshError,
+    ModelError,
+    OptimizerFactory,
+    Sharded,
+    StrategyError,
+    TensorParallel,
+    as_config,
+    as_mesh,
+    checkpoint_blocks,
+    is_meta,
+    tell_idle_options,
+    uses_expandable_segments,
+    warn,
+)
 
 from ._compat.cpu_torch import hold_cpu_torch
 from ._compat.package import has_nccl_allocator, package

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.base.errors import StrategyError
-from meshwright.strategy.contract import StrategySpec
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import StrategyError, StrategySpec, hookimpl
 
 from .config import AXES, MegatronFSDPConfig
 
 if TYPE_CHECKING:
-    from meshwright.mesh.mesh import Mesh
-    from meshwright.mesh.sizes import Degrees
+    from meshwright.plugin import Degrees, Mesh
 
     from .manager import MegatronFSDPManager
 

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
-from meshwright.base.errors import MeshwrightError, NotFiniteError, StrategyError
-from meshwright.manager.gradients import Findings
-from meshwright.mesh.mesh import Mesh
+from meshwright.plugin import Findings, Mesh, MeshwrightError, NotFiniteError, StrategyError
 
 from ._compat.wrapped import (
     awaited,

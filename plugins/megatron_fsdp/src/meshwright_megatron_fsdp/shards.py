@@ -13,10 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.tensor import Division
-from meshwright.tensors.norms import Groups
-from meshwright.tensors.pieces import Piece, stretch_pieces, tensor_pieces
-from meshwright.tensors.state import Parts, whole_tensor
+from meshwright.plugin import Division, Groups, Parts, Piece, stretch_pieces, tensor_pieces, whole_tensor
 
 from ._compat.wrapped import Slot
 

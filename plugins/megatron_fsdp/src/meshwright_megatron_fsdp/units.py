@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright.base.errors import ModelError
-from meshwright.model.layout import ModelLayout
-from meshwright.model.weights import materialize, replace_parameters
+from meshwright.plugin import ModelError, ModelLayout, materialize, replace_parameters
 
 from ._compat.wrapping import Dtypes
 from .config import MegatronFSDPConfig

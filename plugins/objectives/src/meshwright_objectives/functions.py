@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshwright.base.types import IGNORED_LABEL
-from meshwright.step.tokens import Sequences, Tokens, targets
+from meshwright.plugin import IGNORED_LABEL, Sequences, Tokens, targets
 
 ABSENT = -1e30
 """The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""

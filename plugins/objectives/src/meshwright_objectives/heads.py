@@ -9,16 +9,25 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from meshwright.base.errors import ModelError
-from meshwright.objectives.base import Column, Columns, NotNegative, Objective, On, Positive, SequenceObjective, Sums
+from meshwright.plugin import (
+    Column,
+    Columns,
+    ModelError,
+    NotNegative,
+    ObjectiveConfig,
+    On,
+    Positive,
+    SequenceObjective,
+    Sums,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.step.tokens import Outputs
+    from meshwright.plugin import Outputs
 
 
-class Value(Objective):
+class Value(ObjectiveConfig):
     """Half the squared error of values v against returns R at the positions that predict a token, divided by targets.
 
     With `clip` c and the values v_old of the rollout, max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.

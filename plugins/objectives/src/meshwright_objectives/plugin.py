@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.base.validation import FrozenModel
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import FrozenModel, hookimpl
 
 from .heads import Reward, Value
 from .policy import GRPO, PPO

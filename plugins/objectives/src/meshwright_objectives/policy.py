@@ -7,19 +7,28 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshwright.objectives.base import Column, Columns, Fraction, NotNegative, Objective, Positive, Sums, predicted
+from meshwright.plugin import (
+    Column,
+    Columns,
+    Fraction,
+    NotNegative,
+    ObjectiveConfig,
+    Positive,
+    Sums,
+    predicted,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.step.tokens import Tokens
+    from meshwright.plugin import Tokens
 
 Normalize: TypeAlias = Literal["sequence", "tokens", "constant"]
 Correction: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OLD = Column("old_log_probs", ("B S",))
 
 
-class GRPO(Objective):
+class GRPO(ObjectiveConfig):
     """Clipped policy loss with given advantages. For the tokens t of a sequence, with log p of the trained model,
     log p_old of the model that sampled, and advantages A_t,
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.objectives.base import Column, Columns, NotNegative, Positive, SequenceObjective, Sums
+from meshwright.plugin import Column, Columns, NotNegative, Positive, SequenceObjective, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.step.tokens import Tokens
+    from meshwright.plugin import Tokens
 
 REFERENCE = Column("reference_log_probs", ("B", "B S"))
 BETA = "Factor of the log-ratios: how far the model may go from the reference."

@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.objectives.base import Column, Columns, Fraction, NotNegative, Objective, Positive, Sums, predicted
+from meshwright.plugin import (
+    Column,
+    Columns,
+    Fraction,
+    NotNegative,
+    ObjectiveConfig,
+    Positive,
+    Sums,
+    predicted,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.step.tokens import Tokens
+    from meshwright.plugin import Tokens
 
 
-class CrossEntropy(Objective):
+class CrossEntropy(ObjectiveConfig):
     """Cross entropy of the next token with label smoothing, z-loss and weights, divided by the number of targets.
 
     For each target y with weight w, p = softmax(l) over V entries, and Z = sum(exp(l)):
@@ -72,7 +81,7 @@ class CrossEntropy(Objective):
         return loss_BS.where(kept_BS, 0.0).sum(), total(each, kept_BS)
 
 
-class Unlikelihood(Objective):
+class Unlikelihood(ObjectiveConfig):
     """Cross entropy plus a penalty on the candidates C of each target y, divided by the number of targets:
 
         -log p_y - alpha sum_{c in C} log(1 - p_c), 1 - p_c of at least 1e-5, as in the authors' code
@@ -101,7 +110,7 @@ class Unlikelihood(Objective):
         return (nll_BS + self.alpha * unlikely_BS).sum(), total(each, kept_BS)
 
 
-class Distill(Objective):
+class Distill(ObjectiveConfig):
     """Divergence of the student p from the top entries of a teacher q at each position, divided by targets:
 
         weight D + (1 - weight) (-log p_y), y the label

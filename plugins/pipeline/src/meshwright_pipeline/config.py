@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import DTYPES, NO_FLOAT16, FrozenModel
-from meshwright.files.class_paths import check_import
+from meshwright.plugin import DTYPES, NO_FLOAT16, ConfigError, FrozenModel, check_import
 
 from .schedule.order import Schedule, bubble_fraction, peak_live
 from .schedule.rules import SCHEDULES, build_schedule, read_csv, schedule_rule, sizes_in_csv
 
 if TYPE_CHECKING:
-    from meshwright.mesh.sizes import Degrees
+    from meshwright.plugin import Degrees
 
 # What torch calls the schedules that a file describes.
 _FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")

@@ -15,25 +15,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.types import Batch, Objective, TokenStatistic
-from meshwright.base.validation import as_config
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.gradients import Ending
-from meshwright.manager.start import check_new, check_nothing_pending, check_trainable, require_model
-from meshwright.manager.steps import Steps
-from meshwright.mesh.mesh import Mesh, as_mesh
-from meshwright.mesh.sizes import CLAIMABLE_AXES
-from meshwright.model.layout import note_ties
-from meshwright.model.merge import merging_of
-from meshwright.model.weights import Weights
-from meshwright.step.agreement import Terms, agree, announce, frozen_share
-from meshwright.step.forward_options import forward_takes
-from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
-from meshwright.step.tokens import Recorder
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import get_strategy, model_layout
-from meshwright.tensors.norms import check_clip
+from meshwright.plugin import (
+    CLAIMABLE_AXES,
+    OF_MODEL,
+    Batch,
+    ConfigError,
+    DataParallelManager,
+    Ending,
+    Given,
+    Mesh,
+    Objective,
+    Recorder,
+    Steps,
+    StrategyManager,
+    Tally,
+    Terms,
+    TokenStatistic,
+    Weights,
+    agree,
+    announce,
+    as_config,
+    as_mesh,
+    check_clip,
+    check_new,
+    check_nothing_pending,
+    check_trainable,
+    forward_takes,
+    frozen_share,
+    get_strategy,
+    merging_of,
+    model_layout,
+    note_ties,
+    require_model,
+    split_whole,
+    without_columns,
+)
 
 from .config import PipelineConfig, check_options
 from .cut.split import InStages, in_stages

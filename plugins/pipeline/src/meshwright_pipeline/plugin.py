@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshwright.strategy.contract import StrategySpec
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import StrategySpec, hookimpl
 
 from .config import PipelineConfig, check_options
 
 if TYPE_CHECKING:
     import typer
 
-    from meshwright.mesh.mesh import Mesh
-    from meshwright.strategy.contract import StrategyManager
+    from meshwright.plugin import Mesh, StrategyManager
 
     from .manager import PipelineManager
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.base.errors import ConfigError
-from meshwright.files.terminal import new_console
+from meshwright.plugin import ConfigError, new_console
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .cut.split import elements, ends, split_model
@@ -107,21 +106,21 @@ def view_of(config: RunConfig) -> View:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from meshwright.strategy.registry import model_layout
-    from meshwright.strategy.stack import resolve
-    from meshwright_run.preflight import data_and_model_config, processes
+    from meshwright.plugin import import_plugin, model_layout, resolve
+
+    preflight = import_plugin("run", "preflight")
 
     stack, degrees = resolve(
         config.strategy,
         config,
-        processes(config),
+        preflight.processes(config),
         config=config.strategy_config,
         wrapper_config=config.wrapper_config,
     )
     options = next((layer.config for layer in stack.wrappers if isinstance(layer.config, PipelineConfig)), None)
     if options is None:
         raise ConfigError(f"{stack} has no pipeline, so there is nothing to show. Set pp_size to 2 or more.")
-    _, hf_config = data_and_model_config(config)
+    _, hf_config = preflight.data_and_model_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     layout = model_layout(model)

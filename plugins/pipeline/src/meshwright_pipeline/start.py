@@ -10,16 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.base.errors import ConfigError, ModelError, StrategyError
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.start import asks_for_router_loss, equal_weights
-from meshwright.mesh.mesh import Mesh
-from meshwright.model.layout import ModelLayout
-from meshwright.model.weights import Weights, is_meta
-from meshwright.step.forward_options import forward_options
-from meshwright.step.router_loss import RouterLoss, Routers, find_routers
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import model_layout
+from meshwright.plugin import (
+    ConfigError,
+    DataParallelManager,
+    Mesh,
+    ModelError,
+    ModelLayout,
+    RouterLoss,
+    Routers,
+    StrategyError,
+    StrategyManager,
+    Weights,
+    asks_for_router_loss,
+    equal_weights,
+    find_routers,
+    forward_options,
+    is_meta,
+    model_layout,
+)
 
 from .config import PipelineConfig, number_of_stages
 from .cut.boundary import Cut

@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Mapping
 
-from meshwright.base.processes import uses_expandable_segments
+from meshwright.plugin import uses_expandable_segments
 
 from .trace import Operation, Trace
 

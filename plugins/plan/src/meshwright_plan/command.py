@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import validated
-from meshwright.files.commands import Assignments, Traceback, output_console, told, uncollected
+from meshwright.plugin import Assignments, ConfigError, Traceback, output_console, told, uncollected, validated
 
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig
@@ -73,8 +71,7 @@ def plan(
 
 
 def _calibrate(file: Path, device: str | None, ranks: int | None, show_traceback: bool) -> NoReturn:
-    from meshwright.base.processes import leave
-    from meshwright.launch.join import join
+    from meshwright.plugin import join, leave
 
     from .calibration.calibrate import calibrate_to
 

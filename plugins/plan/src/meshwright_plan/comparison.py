@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from meshwright.base.errors import MeshwrightError, ModelError
-from meshwright.base.validation import validated
-from meshwright.events.step import StepResult
-from meshwright.files.parsing import assigned
-from meshwright.files.terminal import new_console
-from meshwright.launch.open_world import find_device
-from meshwright.mesh.world import CONTROL_TAG
-from meshwright.objectives.registry import get_objective
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.hooks import hookimpl
-from meshwright.tracing.collectives import Recorder
+from meshwright.plugin import (
+    CONTROL_TAG,
+    CollectiveRecorder,
+    MeshwrightError,
+    ModelError,
+    StepResult,
+    StrategyManager,
+    assigned,
+    find_device,
+    get_objective,
+    hookimpl,
+    new_console,
+    validated,
+)
 from meshwright_run.model_trial import memory_of_node
 from meshwright_run.preflight import find_model
 from meshwright_run.run_file import RunConfig
@@ -111,7 +114,7 @@ class Comparison:
         device = manager.mesh.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        recorder = Recorder(groups(manager.mesh), tags=[CONTROL_TAG])
+        recorder = CollectiveRecorder(groups(manager.mesh), tags=[CONTROL_TAG])
         meter = self.seeing()
         if isinstance(meter, StepMeter):
             meter.begin()

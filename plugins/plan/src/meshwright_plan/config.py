@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from meshwright.base.validation import FrozenModel
-from meshwright.optim.config import FinitePositive
+from meshwright.plugin import FinitePositive, FrozenModel
 
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig

@@ -12,9 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright.base.errors import ConfigError, nearest
-from meshwright.base.validation import FrozenModel, validated
-from meshwright.files.parsing import parse_yaml, read_text
+from meshwright.plugin import ConfigError, FrozenModel, nearest, parse_yaml, read_text, validated
 
 DEVICES = Path(__file__).parent / "devices"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright._compat.peft import adapted_on_meta
-from meshwright.model.adapter_options import check_names
-from meshwright.model.configuration import model_config
-from meshwright.model.pretrained import new_model
-from meshwright.optim.build import optimizer_factory, try_optimization
+from meshwright.plugin import adapted_on_meta, check_names, model_config, new_model, optimizer_factory, try_optimization
 from meshwright_run.layout import layout_of
 from meshwright_run.preflight import RunModel, data_and_model_config, find_model
 from meshwright_run.run_file import RunConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees
+from meshwright.plugin import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees
 
 from .device import Node
 

@@ -26,11 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright._compat.torch import UncompiledMode
-from meshwright.mesh.world import settle
-from meshwright.tensors.ops import is_on_meta, tensors_in
-from meshwright.tracing.collectives import NAMESPACES
-from meshwright.tracing.observe import Block, Meter, Observer, name_of, storage_of
+from meshwright.plugin import (
+    NAMESPACES,
+    Block,
+    Meter,
+    Observer,
+    UncompiledMode,
+    is_on_meta,
+    name_of,
+    settle,
+    storage_of,
+    tensors_in,
+)
 
 from ._torch import in_backward
 

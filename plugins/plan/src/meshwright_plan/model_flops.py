@@ -18,14 +18,19 @@ from typing import Any
 
 import torch
 
-from meshwright._compat.torch import arithmetic, is_attention
-from meshwright.base.errors import BatchError, MeshwrightError
-from meshwright.base.types import Objective
-from meshwright.mesh.sizes import MeshSizes
-from meshwright.model.weights import is_meta
-from meshwright.step.objective import Given
-from meshwright.strategy.stack import resolve
-from meshwright.tracing.observe import Observer, name_of
+from meshwright.plugin import (
+    BatchError,
+    Given,
+    MeshSizes,
+    MeshwrightError,
+    Objective,
+    Observer,
+    arithmetic,
+    is_attention,
+    is_meta,
+    name_of,
+    resolve,
+)
 
 from .depth import DEPTHS
 from .planned import tracing

@@ -7,11 +7,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
-from meshwright.base.errors import MeshwrightError, StrategyError
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import Degrees
-from meshwright.tensors.ops import with_values
-from meshwright.tracing.collectives import Collective
+from meshwright.plugin import Collective, Degrees, Mesh, MeshwrightError, StrategyError, with_values
 
 from .allocator import reserved
 from .depth import Numbers, Point, at_full_size

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.events.run import RunSection
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import RunSection, hookimpl
 
 from .command import plan
 from .config import PlanConfig

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from pydantic import BaseModel
 
-from meshwright.base.errors import MeshwrightError
+from meshwright.plugin import MeshwrightError
 
 from .allocator import COMPUTE
 from .depth import Net, NotLinear, Numbers, Point, Report, are_alike, mixed

@@ -28,8 +28,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from meshwright.base.errors import MeshError
-from meshwright.mesh.sizes import Degrees
+from meshwright.plugin import Degrees, MeshError
 
 from . import kernels, links
 from .allocator import COMPUTE, GATHER, REDUCE, streams

@@ -14,20 +14,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshwright._compat.torch import arithmetic, written_arguments
-from meshwright.base.types import Batch, OptimizerFactory
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import ROOT_AXES, VIEWS, Degrees
-from meshwright.mesh.world import CONTROL_TAG
-from meshwright.model.weights import is_meta
-from meshwright.optim.config import EMAConfig
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.stack import Stack
-from meshwright.tensors.ops import is_on_meta, tensors_in, with_values
-from meshwright.tracing._compat import bound_arguments
-from meshwright.tracing.collectives import Collective, Recorder
-from meshwright.tracing.observe import Meter, name_of, storage_of
-from meshwright.train.loop.ema import EMA
+from meshwright.plugin import (
+    CONTROL_TAG,
+    EMA,
+    ROOT_AXES,
+    VIEWS,
+    Batch,
+    Collective,
+    CollectiveRecorder,
+    Degrees,
+    EMAConfig,
+    Mesh,
+    Meter,
+    OptimizerFactory,
+    Stack,
+    StrategyManager,
+    arithmetic,
+    bound_arguments,
+    is_meta,
+    is_on_meta,
+    name_of,
+    storage_of,
+    tensors_in,
+    with_values,
+    written_arguments,
+)
 
 from .meter import Held, StepMeter
 
@@ -142,7 +153,7 @@ class NoValues:
         raise AssertionError("a plan reads no weights.")
 
 
-class _Timeline(Recorder):
+class _Timeline(CollectiveRecorder):
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], meter: StepMeter) -> None:
         super().__init__(groups, tags=[CONTROL_TAG])
         self._meter = meter

@@ -27,12 +27,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright._compat.torch import UncompiledMode, is_asking_for_shapes, is_choice
-from meshwright.base.errors import MeshError, MeshwrightError
-from meshwright.mesh.world import World
-from meshwright.tensors.ops import has_values, is_on_meta, tensors_in
-from meshwright.tracing._compat import bound_arguments, forget_meshes, process_group, unwraps_itself
-from meshwright.tracing.observe import name_of
+from meshwright.plugin import (
+    MeshError,
+    MeshwrightError,
+    UncompiledMode,
+    World,
+    bound_arguments,
+    forget_meshes,
+    has_values,
+    is_asking_for_shapes,
+    is_choice,
+    is_on_meta,
+    name_of,
+    process_group,
+    tensors_in,
+    unwraps_itself,
+)
 
 from ._torch import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
 

@@ -18,16 +18,20 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.stopping import Stopped
-from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.index import payload_name
-from meshwright.checkpoint.keys import Key
-from meshwright.checkpoint.manifest import StoredFile, sealed
-from meshwright.checkpoint.saving import Content, content_of
-from meshwright.files.terminal import warn
-from meshwright.mesh.world import new_group
-from meshwright.strategy.contract import StrategyManager
+from meshwright.plugin import (
+    Agreement,
+    ConfigError,
+    Content,
+    Key,
+    Stopped,
+    StoredFile,
+    StrategyManager,
+    content_of,
+    new_group,
+    payload_name,
+    sealed,
+    warn,
+)
 
 from .keepers import Keepers
 from .room import Room, Rooms, nbytes_of

@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from meshwright.checkpoint.keys import Key
-from meshwright.checkpoint.places import Access
-from meshwright.events.step import StepResult
-from meshwright.mesh.world import World
-from meshwright.strategy.contract import StrategyManager
-from meshwright.train.loop.extension import LoopExtension
-from meshwright.train.loop.step import marked
+from meshwright.plugin import Access, Key, LoopExtension, StepResult, StrategyManager, World, marked_part
 
 from .copier import Copier
 from .keepers import open_keepers
@@ -75,6 +69,6 @@ class _Copies(LoopExtension):
             return
         start = time.perf_counter()
         self._progress.enter("copy")
-        with marked("copy"):
+        with marked_part("copy"):
             self._copier.copy(step, scheduler=self._scheduler, extra=extra)
         self._times = {"copy": time.perf_counter() - start}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.processes import await_end
+from meshwright.plugin import await_end
 
 from . import socket_file, wire
 

@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from meshwright.base.errors import ConfigError, RankError
-from meshwright.base.processes import identity_of, launcher_pid
-from meshwright.base.safe_path import PYTHON
-from meshwright.mesh.world import World
+from meshwright.plugin import PYTHON, ConfigError, RankError, World, identity_of, launcher_pid
 
 from . import wire
 from .socket_file import socket_path

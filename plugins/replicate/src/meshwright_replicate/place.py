@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from meshwright.checkpoint.index import payload_name
-from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.places import Access, SeekableReader
+from meshwright.plugin import MANIFEST, Access, SeekableReader, payload_name
 
 from .keepers import Keepers
 from .wire import Link

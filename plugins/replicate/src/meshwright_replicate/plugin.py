@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from meshwright.mesh.world import World
+    from meshwright.plugin import World
 
     from .copies import NodeMemory
 

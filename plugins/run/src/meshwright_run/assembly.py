@@ -23,15 +23,20 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.types import Batch, OptimizerFactory
-from meshwright.checkpoint import load_checkpoint
-from meshwright.files.writing import written_whole
-from meshwright.mesh.sizes import Degrees
-from meshwright.optim.build import build_scheduler, optimizer_factory, set_schedule
-from meshwright.strategy.contract import StrategyManager
-from meshwright.train.loop.ema import EMA
-from meshwright.train.loop.options import Loop
+from meshwright.plugin import (
+    EMA,
+    Batch,
+    ConfigError,
+    Degrees,
+    Loop,
+    OptimizerFactory,
+    StrategyManager,
+    build_scheduler,
+    load_checkpoint,
+    optimizer_factory,
+    set_schedule,
+    written_whole,
+)
 
 from .data import Feed, Place, Rows, RunRows, eval_microbatches
 from .model_trial import REFERENCE, as_asked, check_kept_apart

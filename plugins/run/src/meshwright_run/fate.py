@@ -8,12 +8,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import CheckpointError, ConfigError, TornCheckpointError
-from meshwright.checkpoint import read_manifest
-from meshwright.checkpoint.manifest import all_in
-from meshwright.checkpoint.places import Folder, LocalFolder
-from meshwright.files.parsing import read_json_object
-from meshwright.launch.environment import started_elsewhere
+from meshwright.plugin import (
+    CheckpointError,
+    ConfigError,
+    Folder,
+    LocalFolder,
+    TornCheckpointError,
+    all_in,
+    read_json_object,
+    read_manifest,
+    started_elsewhere,
+)
 
 from .run_directory import RunDirectory
 from .run_file import RunConfig, load_run

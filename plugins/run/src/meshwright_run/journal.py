@@ -13,15 +13,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from meshwright.events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
-from meshwright.events.step import StepResult
-from meshwright.files.parsing import open_regular, parse_json
-from meshwright.files.terminal import warn
-from meshwright.files.writing import append, write_whole
-from meshwright.mesh.progress import Counts, Hang, Sign
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.hooks import hookimpl
-from meshwright.train.loop.fit import new_id
+from meshwright.plugin import (
+    BadStep,
+    Counts,
+    Evaluation,
+    Fault,
+    Hang,
+    RunInfo,
+    RunSummary,
+    SavedCheckpoint,
+    Sign,
+    StepResult,
+    StrategyManager,
+    append,
+    hookimpl,
+    new_id,
+    open_regular,
+    parse_json,
+    warn,
+    write_whole,
+)
 
 from .report import NewStragglers, without_nan
 from .run_directory import RunDirectory

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.mesh.sizes import Degrees
-from meshwright.strategy.stack import Stack, resolve
+from meshwright.plugin import Degrees, Stack, resolve
 
 from .data.order import check_batch_size
 from .run_file import RunConfig, read_values

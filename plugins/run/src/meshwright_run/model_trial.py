@@ -24,20 +24,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright._compat.peft import adapted_on_meta, inject
-from meshwright.base.errors import BatchError, ConfigError, MeshwrightError, ModelError
-from meshwright.base.types import Batch, Objective
-from meshwright.mesh.sizes import Degrees
-from meshwright.model.adapter_options import AdapterOptions, check_names
-from meshwright.model.layout import ModelSize, check_elements, model_size
-from meshwright.model.pretrained import new_model
-from meshwright.objectives.base import Column
-from meshwright.optim.config import OptimizerConfig
-from meshwright.optim.groups import check_model
-from meshwright.step.forward_options import forward_options
-from meshwright.step.objective import Given
-from meshwright.step.tokens import split_targets
-from meshwright.strategy.registry import model_layout
+from meshwright.plugin import (
+    AdapterOptions,
+    Batch,
+    BatchError,
+    Column,
+    ConfigError,
+    Degrees,
+    Given,
+    MeshwrightError,
+    ModelError,
+    ModelSize,
+    Objective,
+    OptimizerConfig,
+    adapted_on_meta,
+    check_elements,
+    check_model,
+    check_names,
+    forward_options,
+    inject,
+    model_layout,
+    model_size,
+    new_model,
+    split_targets,
+)
 
 from .data import Rows, RunRows
 from .data.config import Packing

@@ -15,18 +15,22 @@ import transformers
 from rich.console import Console
 from torch import Tensor
 
-from meshwright.base.types import IGNORED_LABEL
-from meshwright.checkpoint import export_checkpoint, save_checkpoint
-from meshwright.checkpoint.directory import best_of
-from meshwright.checkpoint.drafts import put_in_place
-from meshwright.checkpoint.manifest import all_in
-from meshwright.checkpoint.places import Access
-from meshwright.checkpoint.remote import place_of
-from meshwright.events.step import StepResult
-from meshwright.files.terminal import plain, styled
-from meshwright.files.writing import write_whole
-from meshwright.model.adapter import ADAPTER_CONFIG
-from meshwright.strategy.contract import StrategyManager
+from meshwright.plugin import (
+    ADAPTER_CONFIG,
+    IGNORED_LABEL,
+    Access,
+    StepResult,
+    StrategyManager,
+    all_in,
+    best_of,
+    export_checkpoint,
+    place_of,
+    plain,
+    put_in_place,
+    save_checkpoint,
+    styled,
+    write_whole,
+)
 
 from .data import Rows, load_tokenizer
 from .preflight import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import hookimpl
 
 from .cli import data
 from .cli.checkpoint import export, show, verify

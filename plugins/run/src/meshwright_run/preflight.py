@@ -16,26 +16,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.base.errors import ConfigError, ModelError
-from meshwright.base.types import Objective
-from meshwright.checkpoint import read_manifest
-from meshwright.checkpoint.directory import HUGGING_FACE
-from meshwright.launch.open_world import find_device, missing_driver
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import Degrees
-from meshwright.mesh.world import World
-from meshwright.model.adapter import Base
-from meshwright.model.adapter_options import AdapterOptions, adapt, adapter_options, check_base
-from meshwright.model.configuration import check_needs_no_code, is_commit, model_config, trust_code
-from meshwright.model.layout import model_size
-from meshwright.model.pretrained import build_model, commit_of, dtype_of, find_directory, find_on_all
-from meshwright.model.weights import Weights
-from meshwright.objectives.registry import get_objective
-from meshwright.optim.build import try_optimization
-from meshwright.step.objective import Given
-from meshwright.strategy.registry import get_registry, model_layout
-from meshwright.strategy.stack import Stack
-from meshwright.train.from_pretrained import base_at
+from meshwright.plugin import (
+    HUGGING_FACE,
+    AdapterOptions,
+    Base,
+    ConfigError,
+    Degrees,
+    Given,
+    Mesh,
+    ModelError,
+    Objective,
+    ScheduleConfig,
+    Stack,
+    Weights,
+    World,
+    adapt,
+    adapter_options,
+    base_at,
+    build_model,
+    check_base,
+    check_needs_no_code,
+    commit_of,
+    dtype_of,
+    find_device,
+    find_directory,
+    find_on_all,
+    get_objective,
+    get_registry,
+    is_commit,
+    missing_driver,
+    model_config,
+    model_layout,
+    model_size,
+    read_manifest,
+    trust_code,
+    try_optimization,
+)
 
 from .data import DataConfig, PreparedData, RunRows, check_groups, holds_tokenizer, lay_out, load_tokenizer, prepare
 from .data.chat_template import read_chat_template
@@ -45,7 +61,7 @@ from .model_trial import can_be_tried, check_memory, columns_to_compute, memory_
 from .profile.config import check_profile
 from .resume import check_source
 from .run_directory import RunDirectory
-from .run_file import RunConfig, ScheduleConfig
+from .run_file import RunConfig
 from .run_sections import HELD_OUT
 from .trackers import chosen
 

@@ -20,16 +20,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from meshwright.base.errors import TrainingError
-from meshwright.base.safe_path import PYTHON
-from meshwright.base.stopping import Stopped
-from meshwright.events.run import BadStep
-from meshwright.events.step import StepResult
-from meshwright.files.parsing import parse_json
-from meshwright.files.terminal import new_console, warn
-from meshwright.files.writing import open_to_append, write_whole, written_whole
-from meshwright.optim.config import AVERAGED
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import (
+    AVERAGED,
+    PYTHON,
+    BadStep,
+    StepResult,
+    Stopped,
+    TrainingError,
+    hookimpl,
+    new_console,
+    open_to_append,
+    parse_json,
+    warn,
+    write_whole,
+    written_whole,
+)
 
 from .run_directory import RunDirectory
 

@@ -17,20 +17,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from meshwright.base.errors import CheckpointError, TornCheckpointError
-from meshwright.checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest
-from meshwright.checkpoint.directory import tidy
-from meshwright.checkpoint.loading import checked
-from meshwright.checkpoint.manifest import all_in, exists, unreadable
-from meshwright.checkpoint.places import Folder, LocalFolder, Place
-from meshwright.events.step import StepResult
-from meshwright.files.terminal import warn
-from meshwright.mesh.world import World
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import get_registry
-from meshwright.train.loop.extension import StateCopies
-from meshwright.train.loop.monitors import BAD_STEPS, STATE, EarlyStopping, Watch
-from meshwright.train.loop.options import Loop
+from meshwright.plugin import (
+    BAD_STEPS,
+    STATE,
+    CheckpointError,
+    EarlyStopping,
+    Folder,
+    LocalFolder,
+    Loop,
+    Manifest,
+    Place,
+    StateCopies,
+    StepResult,
+    StrategyManager,
+    TornCheckpointError,
+    Watch,
+    World,
+    all_in,
+    checked,
+    exists,
+    first_whole,
+    get_registry,
+    newest_checkpoint,
+    read_manifest,
+    tidy,
+    unreadable,
+    warn,
+)
 
 from .fate import AUTO, NEVER, Fate, began_from, named_before
 from .journal import id_of, note

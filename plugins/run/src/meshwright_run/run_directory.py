@@ -19,17 +19,14 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from meshwright.base.errors import ConfigError
-from meshwright.files.parsing import open_regular, parse_json, read_json_object
-from meshwright.files.writing import write_whole
+from meshwright.plugin import ConfigError, open_regular, parse_json, read_json_object, write_whole
 
 from .profile.config import DIRECTORY as PROFILE
 from .profile.config import FAULTS
 from .run_sections import CheckpointConfig
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.places import Access, Folder
-    from meshwright.mesh.world import World
+    from meshwright.plugin import Access, Folder, World
 
     from .run_file import RunConfig
 
@@ -83,8 +80,7 @@ class RunDirectory:
     @cached_property
     def access(self) -> Access:
         """How places of checkpoints are reached."""
-        from meshwright.checkpoint.keys import read_key
-        from meshwright.checkpoint.places import Access
+        from meshwright.plugin import Access, read_key
 
         file = self.checkpoint.key_file
         return Access(None if file is None else read_key(file, where="checkpoint.key_file"), self.checkpoint.retries)
@@ -92,7 +88,7 @@ class RunDirectory:
     @cached_property
     def checkpoints(self) -> Folder:
         """The place of the run's checkpoints."""
-        from meshwright.checkpoint.remote import is_url, place_of
+        from meshwright.plugin import is_url, place_of
 
         to = self.checkpoint.to
         where = self.own_checkpoints if to is None else to if is_url(to) else Path(to).expanduser()
@@ -105,7 +101,7 @@ class RunDirectory:
 
     def place_of(self, source: str) -> Folder:
         """Return the place of a checkpoint that the run file names."""
-        from meshwright.checkpoint.remote import is_url, place_of
+        from meshwright.plugin import is_url, place_of
 
         return place_of(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
 
@@ -167,7 +163,7 @@ class RunDirectory:
 
     def _refuse_links(self) -> None:
         """Refuse links where a run writes."""
-        from meshwright.checkpoint.manifest import BESIDE
+        from meshwright.plugin import BESIDE
 
         # A checkpoint itself may lie elsewhere: it is read, and not written again.
         below = [
@@ -221,7 +217,7 @@ class RunDirectory:
 
     def prepare(self, run: str, *, replaces: bool) -> None:
         """Make it the directory of an unfinished run."""
-        from meshwright.checkpoint.directory import remove_all
+        from meshwright.plugin import remove_all
 
         try:
             if replaces:

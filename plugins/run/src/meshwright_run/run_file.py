@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import FrozenModel, validated
-from meshwright.events.run import RunSection
-from meshwright.files.parsing import assigned, parse_yaml, read_text
-from meshwright.files.writing import PathText, check_path
-from meshwright.mesh.sizes import MeshSizes, Size
-from meshwright.objectives.registry import check_objective
-from meshwright.optim.config import AVERAGED, FinitePositive
-from meshwright.optim.config import EMAConfig as EMAConfig
-from meshwright.optim.config import OptimizerConfig as OptimizerConfig
-from meshwright.optim.config import OptimizerGroup as OptimizerGroup
-from meshwright.optim.config import ScheduleConfig as ScheduleConfig
-from meshwright.strategy.registry import Failure, get_registry, how_to_install
-from meshwright.train.loop.monitors import BadStepConfig
+from meshwright.plugin import (
+    AVERAGED,
+    BadStepConfig,
+    ConfigError,
+    EMAConfig,
+    Failure,
+    FinitePositive,
+    FrozenModel,
+    MeshSizes,
+    OptimizerConfig,
+    PathText,
+    RunSection,
+    ScheduleConfig,
+    Size,
+    assigned,
+    check_objective,
+    check_path,
+    get_registry,
+    how_to_install,
+    parse_yaml,
+    read_text,
+    validated,
+)
 
 from .data.config import DataConfig
 from .profile.config import ProfileConfig
@@ -388,7 +397,7 @@ def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
 
 def check_model(section: Mapping[str, Any], seq_len: int) -> None:
     """Refuse a new model that transformers would refuse, before torch is imported. Others are checked later."""
-    from meshwright.model.configuration import check_model_type, model_config
+    from meshwright.plugin import check_model_type, model_config
 
     if "model_type" in section:
         # An unknown type is found without importing transformers.

@@ -13,24 +13,31 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from rich.console import Console
 
-from meshwright.base.errors import ConfigError, MeshwrightError
-from meshwright.base.stopping import Stopped, StopSignals
-from meshwright.checkpoint import Checkpointer
-from meshwright.checkpoint.directory import move_aside
-from meshwright.events.run import RunInfo
-from meshwright.events.step import StepResult
-from meshwright.files.parsing import as_yaml
-from meshwright.files.terminal import new_console
-from meshwright.launch.open_world import open_world
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.world import World
-from meshwright.model.pretrained import PretrainedWeights
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import get_registry
-from meshwright.train.from_pretrained import check_same_weights, tell
-from meshwright.train.loop.extension import Around, Flops, LoopExtension
-from meshwright.train.loop.fit import fit
-from meshwright.train.loop.options import Loop
+from meshwright.plugin import (
+    Around,
+    Checkpointer,
+    ConfigError,
+    Flops,
+    Loop,
+    LoopExtension,
+    Mesh,
+    MeshwrightError,
+    PretrainedWeights,
+    RunInfo,
+    StepResult,
+    Stopped,
+    StopSignals,
+    StrategyManager,
+    World,
+    as_yaml,
+    check_same_weights,
+    fit,
+    get_registry,
+    move_aside,
+    new_console,
+    open_world,
+    warn_of_weights,
+)
 
 from .assembly import begin_with_weights, loop_of
 from .fate import Fate, check_output, is_finished
@@ -164,7 +171,7 @@ class _Run:
                 show(line, self.console)
         if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
             check_same_weights(opened, world, plan.model.base)
-            tell(opened, world, stacklevel=2)
+            warn_of_weights(opened, world, stacklevel=2)
         self.startup.end("model")
         with self._seen():
             manager.parallelize(model, weights)

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, PydanticInvalidForJsonSchema
 
-from meshwright.objectives.registry import list_objectives
-from meshwright.strategy.registry import Registry, get_registry
+from meshwright.plugin import Registry, get_registry, list_objectives
 
 from .run_file import RunConfig
 

@@ -7,12 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.base.stopping import StopName
-from meshwright.base.validation import FrozenModel
-from meshwright.files.writing import PathText
-from meshwright.mesh.progress import MOST_STEPS
-from meshwright.mesh.sizes import Size
-from meshwright.optim.config import FinitePositive
+from meshwright.plugin import MOST_STEPS, FinitePositive, FrozenModel, PathText, Size, StopName
 
 HELD_OUT = "held_out"
 """The set that is held out of the sources."""

@@ -11,9 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import FrozenModel
-from meshwright.events.run import RunSection
+from meshwright.plugin import ConfigError, FrozenModel, RunSection
 
 HIDDEN = "***"
 _NAME = re.compile(

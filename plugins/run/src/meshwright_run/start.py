@@ -16,11 +16,15 @@ import time
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.base.errors import ConfigError, MeshwrightError
-from meshwright.files.parsing import open_regular, parse_json
-from meshwright.files.terminal import say
-from meshwright.launch.environment import started_by_launcher
-from meshwright.strategy.registry import get_registry
+from meshwright.plugin import (
+    ConfigError,
+    MeshwrightError,
+    get_registry,
+    open_regular,
+    parse_json,
+    say,
+    started_by_launcher,
+)
 
 from .data.progress import CONSOLE
 from .fate import is_finished, why_it_cannot_resume

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.events.step import StepResult
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import StepResult, hookimpl
 
 _STARTED = time.time()
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.events.step import StepResult
-from meshwright.mesh.progress import Progress, Sign
-from meshwright.train.loop.extension import LoopExtension
+from meshwright.plugin import LoopExtension, Progress, Sign, StepResult
 
 from .run_sections import StragglersConfig
 

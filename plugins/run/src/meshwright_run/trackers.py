@@ -9,12 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
-from meshwright.base.errors import ConfigError, nearest
-from meshwright.base.validation import FrozenModel, validated
-from meshwright.events.run import RunInfo, TrackerSpec
-from meshwright.files.terminal import warn
-from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.registry import Registry, get_registry
+from meshwright.plugin import (
+    ConfigError,
+    FrozenModel,
+    Registry,
+    RunInfo,
+    TrackerSpec,
+    get_registry,
+    hookimpl,
+    nearest,
+    validated,
+    warn,
+)
 
 from .secrets import resolved
 

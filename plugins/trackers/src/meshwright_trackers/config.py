@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshwright.base.validation import FrozenModel
+from meshwright.plugin import FrozenModel
 
 Text = Annotated[str, Field(min_length=1)]
 

@@ -17,8 +17,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.events.run import RunInfo, RunSummary, SavedCheckpoint
-from meshwright.events.step import StepResult
+from meshwright.plugin import RunInfo, RunSummary, SavedCheckpoint, StepResult
 
 Plain = str | int | float | bool | None
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import mlflow
 from mlflow.entities import Metric, Param, RunTag
 
-from meshwright.events.run import Reason, RunInfo
+from meshwright.plugin import Reason, RunInfo
 
 from .background import Background
 from .config import MLflowConfig

@@ -10,10 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import FrozenModel
-from meshwright.events.run import RunInfo, TrackerSpec
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import ConfigError, FrozenModel, RunInfo, TrackerSpec, hookimpl
 
 from .config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from .tracker import Tracker

@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.text import metadata as texts
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from meshwright.events.run import Reason, RunInfo
+from meshwright.plugin import Reason, RunInfo
 
 from .config import TensorBoardConfig
 from .metrics import parameters

@@ -6,9 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from meshwright.events.run import Fault, Reason, RunSummary, SavedCheckpoint
-from meshwright.events.step import StepResult
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import Fault, Reason, RunSummary, SavedCheckpoint, StepResult, hookimpl
 
 from .metrics import checkpoint_metrics, outcome, step_metrics
 

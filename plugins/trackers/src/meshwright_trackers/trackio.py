@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from meshwright.events.run import Reason, RunInfo
+from meshwright.plugin import Reason, RunInfo
 
 from .config import TrackioConfig
 from .metrics import parameters

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from meshwright.events.run import Reason, RunInfo
+from meshwright.plugin import Reason, RunInfo
 
 from .config import WandbConfig
 from .metrics import parameters

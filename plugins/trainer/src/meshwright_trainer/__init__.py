@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 if TYPE_CHECKING:
     from .arguments import MeshArguments as MeshArguments

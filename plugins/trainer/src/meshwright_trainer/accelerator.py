@@ -19,7 +19,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshwright.mesh.mesh import Mesh
+from meshwright.plugin import Mesh
 
 
 class DataRanks:

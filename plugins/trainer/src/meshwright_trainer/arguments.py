@@ -19,12 +19,7 @@ from pydantic import BaseModel, Field, InstanceOf
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import FrozenModel, as_config, validated
-from meshwright.mesh.sizes import MeshSizes
-from meshwright.strategy.contract import StrategySpec
-from meshwright.strategy.stack import strategy_of
-from meshwright_run.run_file import load_run
+from meshwright.plugin import ConfigError, FrozenModel, MeshSizes, StrategySpec, as_config, strategy_of, validated
 
 NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "prediction_step")
 """Methods of Trainer that users override, and that nothing calls over a mesh."""
@@ -203,6 +198,8 @@ def mesh_options(given: Mapping[str, Any] | MeshArguments | MeshOptions | str | 
     if isinstance(given, MeshOptions):
         return given
     if isinstance(given, (str, Path)):
+        from meshwright import load_run
+
         run = load_run(given, [])
         given = {name: getattr(run, name) for name in ("strategy", "strategy_config", "wrapper_config")} | {
             name: getattr(run, name) for name in MeshSizes.model_fields

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput
 
-from meshwright.base.types import IGNORED_LABEL
-from meshwright.mesh.mesh import Mesh
+from meshwright.plugin import IGNORED_LABEL, Mesh
 
 from .objective import labels_of
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from transformers import set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.types import IGNORED_LABEL, Objective
+from meshwright.plugin import IGNORED_LABEL, ConfigError, Objective
 
 from ._compat import STREAMED, as_reference, in_place_of, note_microbatch, takes_images
 from .arguments import arguments_among

@@ -19,10 +19,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from meshwright.base.errors import BatchError
-from meshwright.base.types import Objective
-from meshwright.objectives.registry import get_objective
-from meshwright.step.agreement import count_tokens
+from meshwright.plugin import BatchError, Objective, count_tokens, get_objective
 
 from .evaluation import evaluated
 from .objective import REFERENCE, ROWS, TrainerLoss, labels_of, numbered

@@ -19,9 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.types import IGNORED_LABEL
-from meshwright.step.tokens import Outputs, Tokens
+from meshwright.plugin import IGNORED_LABEL, ConfigError, Outputs, Tokens
 
 from .accelerator import OneCall
 

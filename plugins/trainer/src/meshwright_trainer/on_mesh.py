@@ -13,16 +13,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.base.errors import CheckpointError, ConfigError, StrategyError
-from meshwright.base.types import OptimizerFactory
-from meshwright.launch.open_world import open_world
-from meshwright.mesh.mesh import Mesh
-from meshwright.model.adapter_options import InjectedByOthers
-from meshwright.model.weights import Weights
-from meshwright.strategy.contract import StrategyManager
-from meshwright.strategy.registry import get_registry
-from meshwright.strategy.stack import resolve
-from meshwright.train.from_pretrained import Wanted, opened, opened_for_injection
+from meshwright.plugin import (
+    CheckpointError,
+    ConfigError,
+    InjectedByOthers,
+    Mesh,
+    OptimizerFactory,
+    StrategyError,
+    StrategyManager,
+    Wanted,
+    Weights,
+    get_registry,
+    open_world,
+    opened,
+    opened_for_injection,
+    resolve,
+)
 
 from ._compat import as_reference, needs_values, note_columns, one_device, without_fused_head
 from .accelerator import DataRanks

@@ -11,11 +11,16 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.base.errors import CheckpointError
-from meshwright.checkpoint import export_checkpoint, first_whole, load_checkpoint, save_checkpoint
-from meshwright.files.terminal import warn
-from meshwright.mesh.world import World
-from meshwright.strategy.contract import StrategyManager
+from meshwright.plugin import (
+    CheckpointError,
+    StrategyManager,
+    World,
+    export_checkpoint,
+    first_whole,
+    load_checkpoint,
+    save_checkpoint,
+    warn,
+)
 
 INNER = "mesh"
 """Of a directory of Trainer's, where our checkpoint is."""

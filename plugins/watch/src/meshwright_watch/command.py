@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.files.commands import Traceback, told
-from meshwright.files.terminal import say
+from meshwright.plugin import Traceback, say, told
 
 PORT = 6420
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

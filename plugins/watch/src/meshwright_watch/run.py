@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.base.errors import ConfigError
-from meshwright.files.parsing import parse_json, parse_yaml, read_regular
+from meshwright.plugin import ConfigError, parse_json, parse_yaml, read_regular
 from meshwright_run.run_directory import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, RunDirectory
 
 from .columns import Columns

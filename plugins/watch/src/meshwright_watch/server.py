@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 from .answers import Answers, BadQuestion, as_json
 from .run import WatchedRun

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.files.parsing import open_regular
+from meshwright.plugin import open_regular
 
 LONGEST = 1 << 22
 """Bytes of a line that is read at once; longer ones are left out."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.files.parsing import read_json_object
+from meshwright.plugin import read_json_object
 from meshwright_run.run_directory import PLANNED
 
 from .tail import Tail, is_finite, number, numbered_files, parse_lines

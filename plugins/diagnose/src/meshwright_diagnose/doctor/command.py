@@ -10,11 +10,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.base.processes import leave
-from meshwright.files.commands import Traceback, told, uncollected
-from meshwright.files.terminal import say
-from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.join import join
+from meshwright.plugin import Traceback, join, leave, say, started_by_launcher, told, uncollected
 
 
 def doctor(

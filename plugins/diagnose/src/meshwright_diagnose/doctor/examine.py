@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.open_world import open_world
-from meshwright.strategy.registry import get_registry
+from meshwright.plugin import get_registry, open_world
 from meshwright_run.first_run.answers import find_machine
 from meshwright_run.launch.local import launch
 from meshwright_run.launch.rank import guarded

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from meshwright.base.errors import MeshwrightError, RankError
+from meshwright.plugin import MeshwrightError, RankError
 
 State = Literal["ok", "warning", "wrong"]
 

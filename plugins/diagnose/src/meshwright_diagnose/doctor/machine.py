@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.base.processes import usable_cores
+from meshwright.plugin import usable_cores
 
 from .finding import Finding
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from meshwright.base.processes import usable_cores
-from meshwright.strategy.registry import Registry
+from meshwright.plugin import Registry, usable_cores
 
 from .finding import Finding
 

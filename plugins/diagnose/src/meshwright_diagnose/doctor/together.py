@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from meshwright.base.version import __version__
-from meshwright.launch.open_world import open_world
-from meshwright.mesh.world import World, settle
+from meshwright.plugin import World, __version__, open_world, settle
 
 from .directory import workplace
 from .finding import Finding, failed

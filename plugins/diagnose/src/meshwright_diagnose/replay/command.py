@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.base.processes import leave
-from meshwright.files.commands import JsonFile, Traceback, tell, told, uncollected
-from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.join import join
+from meshwright.plugin import JsonFile, Traceback, join, leave, started_by_launcher, tell, told, uncollected
 
 
 def replay(

@@ -19,9 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.events.step import StepResult
-from meshwright.launch.environment import started_by_launcher
+from meshwright.plugin import CheckpointError, ConfigError, StepResult, started_by_launcher
 from meshwright_run.run_file import as_plain, differing_settings
 
 from .order import (

@@ -18,9 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshwright.base.errors import ConfigError
-from meshwright.mesh.sizes import Degrees, MeshSizes
-from meshwright.strategy.stack import resolve
+from meshwright.plugin import ConfigError, Degrees, MeshSizes, resolve
 from meshwright_run.fate import NEVER
 from meshwright_run.preflight import processes
 from meshwright_run.run_directory import RunDirectory
@@ -106,7 +104,7 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
 def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
     import torch
 
-    from meshwright.launch.open_world import find_device
+    from meshwright.plugin import find_device
 
     if find_device(config.device).type != "cpu" and ranks > torch.accelerator.device_count():
         raise ConfigError(

@@ -30,11 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.base.types import Batch
-from meshwright.mesh.mesh import Mesh
-from meshwright.strategy.contract import StrategyManager
-from meshwright.train.loop.batches import step_seed
-from meshwright.train.loop.options import Loop
+from meshwright.plugin import Batch, Loop, Mesh, StrategyManager, step_seed
 from meshwright_run.data import Feed
 from meshwright_run.preflight import Plan, masks_padding
 

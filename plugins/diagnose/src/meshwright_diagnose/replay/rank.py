@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.base.types import Batch
-from meshwright.checkpoint import read_manifest
-from meshwright.events.step import StepResult
-from meshwright.files.terminal import new_console
-from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.open_world import open_world
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.world import World
-from meshwright.strategy.contract import StrategyManager
-from meshwright.train.loop.monitors import BAD_STEPS, BadSteps, Rewinds
-from meshwright.train.loop.options import Loop
-from meshwright.train.loop.step import train_step
+from meshwright.plugin import (
+    BAD_STEPS,
+    BadSteps,
+    Batch,
+    CheckpointError,
+    ConfigError,
+    Loop,
+    Mesh,
+    Rewinds,
+    StepResult,
+    StrategyManager,
+    World,
+    new_console,
+    open_world,
+    read_manifest,
+    started_by_launcher,
+    train_step,
+)
 from meshwright_run.assembly import begin_with_weights, loop_of, place_of
 from meshwright_run.data.progress import CONSOLE
 from meshwright_run.launch.rank import guarded, signs_of_life

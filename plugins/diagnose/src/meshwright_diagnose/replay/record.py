@@ -17,13 +17,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import ConfigError, TornCheckpointError
-from meshwright.base.validation import validated
-from meshwright.checkpoint import Manifest, read_manifest
-from meshwright.checkpoint.manifest import all_in
-from meshwright.checkpoint.places import Folder
-from meshwright.events.step import StepResult
-from meshwright.files.parsing import open_regular, parse_json
+from meshwright.plugin import (
+    ConfigError,
+    Folder,
+    Manifest,
+    StepResult,
+    TornCheckpointError,
+    all_in,
+    open_regular,
+    parse_json,
+    read_manifest,
+    validated,
+)
 from meshwright_run.fate import AUTO, NEVER
 from meshwright_run.report import read_metrics
 from meshwright_run.run_directory import RunDirectory

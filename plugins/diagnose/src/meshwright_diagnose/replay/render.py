@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from meshwright.files.terminal import plain, styled
+from meshwright.plugin import plain, styled
 
 if TYPE_CHECKING:
     from rich.text import Text

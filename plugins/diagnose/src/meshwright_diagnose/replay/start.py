@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import ConfigError
-from meshwright.launch.environment import started_by_launcher
+from meshwright.plugin import ConfigError, started_by_launcher
 
 from .order import TOLERANCES, Order, Perform, degrees_of, on_one_process, order_of, precision_of, scratch
 from .record import Recorded, plain_of

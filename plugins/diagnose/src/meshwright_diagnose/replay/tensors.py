@@ -24,12 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwright.base.types import Batch, OptimizerFactory
-from meshwright.optim.build import ConfiguredOptimizer
-from meshwright.optim.groups import Trained, members_of
-from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.pieces import Sharded
-from meshwright.tensors.whole_parameters import whole_parameters
+from meshwright.plugin import (
+    Batch,
+    ConfiguredOptimizer,
+    OptimizerFactory,
+    Sharded,
+    StrategyManager,
+    Trained,
+    members_of,
+    whole_parameters,
+)
 
 from .peers import PLAIN, first_of
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import warnings
 from typing import Any
 
-from meshwright.base.errors import StrategyError
+from meshwright.plugin import StrategyError
 
 TESTED = ((0, 6, 1), (0, 7))
 """The first version that works and the first that is not known to."""

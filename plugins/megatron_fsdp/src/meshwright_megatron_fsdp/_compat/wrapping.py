@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.mesh.mesh import Mesh
+from meshwright.plugin import Mesh
 
 from ..config import STAGES, MegatronFSDPConfig
 from .cpu_torch import float64_buffers

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import ModelError
-from meshwright.base.types import Batch
+from meshwright.plugin import Batch, ModelError
 
 Path = tuple[tuple[str, Any], ...]
 """Where a tensor is in (args, kwargs) of a call: steps ("item", index) into lists and tuples, ("key", key) into

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 from ..config import CountedBlocks, PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from ..schedule.order import Kind, Schedule, timeline
@@ -20,7 +20,7 @@ from ..schedule.rules import schedule_rule
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.model.layout import ModelLayout
+    from meshwright.plugin import ModelLayout
 
 EMBEDDING_COST = 0.1
 """Cost of an element of an embedding, where one of a matrix product costs 1: looking up is free, but the optimizer

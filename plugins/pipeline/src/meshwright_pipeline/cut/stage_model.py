@@ -23,9 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import ModelError
-from meshwright.model.forward_order import Layer, put_around
-from meshwright.model.weights import replace_parameters, set_tensor
+from meshwright.plugin import Layer, ModelError, put_around, replace_parameters, set_tensor
 
 from .boundary import Boundary, Cut, Dim, found_at, hidden_path
 

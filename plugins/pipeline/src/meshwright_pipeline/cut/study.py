@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import ModelError
-from meshwright.model.layout import ModelLayout
-from meshwright.step.forward_options import with_router_logits
+from meshwright.plugin import ModelError, ModelLayout, with_router_logits
 
 from .boundary import Crossing, Cut, Path, dims_of
 from .stage_model import staged, until_left

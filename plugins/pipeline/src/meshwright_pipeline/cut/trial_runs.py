@@ -18,12 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.base.errors import MeshwrightError, ModelError
-from meshwright.base.types import Batch
-from meshwright.mesh.mesh import Mesh
-from meshwright.model.layout import ModelLayout
-from meshwright.model.weights import Weights, is_meta, set_tensor
-from meshwright.step.forward_options import without_history
+from meshwright.plugin import (
+    Batch,
+    Mesh,
+    MeshwrightError,
+    ModelError,
+    ModelLayout,
+    Weights,
+    is_meta,
+    set_tensor,
+    without_history,
+)
 
 from .boundary import Boundary, Crossing, Path, dims_of, hidden_path, tensors_in
 

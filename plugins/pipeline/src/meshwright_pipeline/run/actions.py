@@ -33,9 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.base.types import Batch
-from meshwright.mesh.mesh import Mesh
-from meshwright.tensors.ops import moments_of
+from meshwright.plugin import Batch, Mesh, moments_of
 
 from ..schedule.order import Action, Exchange, Kind, bubble_fraction, timeline
 from .orders import Orders

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.types import IGNORED_LABEL, Objective
-from meshwright.files.class_paths import import_class_from_path
-from meshwright.step.tokens import Outputs
+from meshwright.plugin import IGNORED_LABEL, ConfigError, Objective, Outputs, import_class_from_path
 
 _BASE = torch.nn.MSELoss.__mro__[1]
 """Of torch's losses; it has no public name."""

@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import BatchError, ConfigError
-from meshwright.base.types import IGNORED_LABEL, Batch
+from meshwright.plugin import IGNORED_LABEL, Batch, BatchError, ConfigError
 
 from ..config import PipelineConfig, number_of_microbatches, schedule_of
 from ..schedule.order import Action, Exchange, Kind, Schedule, with_communication

@@ -23,17 +23,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.types import Batch
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.mesh.world import World
-from meshwright.model.budget import BudgetedBlocks, choose, without_choice
-from meshwright.model.forward_order import WeightGradients
-from meshwright.model.knapsack import Moment
-from meshwright.model.weights import Weights
-from meshwright.step.objective import Given, Tally
-from meshwright.step.router_loss import Notes, RouterLoss, Routers
-from meshwright.step.tokens import Outputs, Tokens, split_targets
+from meshwright.plugin import (
+    Batch,
+    BudgetedBlocks,
+    ConfigError,
+    DataParallelManager,
+    Given,
+    Moment,
+    Notes,
+    Outputs,
+    RouterLoss,
+    Routers,
+    Tally,
+    Tokens,
+    WeightGradients,
+    Weights,
+    World,
+    choose,
+    split_targets,
+    without_choice,
+)
 
 from ..cut.boundary import Boundary, Crossing, Cut
 from ..cut.stage_model import enter_stage

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 
 class Kind(StrEnum):

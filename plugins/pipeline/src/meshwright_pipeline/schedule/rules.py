@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright.base.errors import ConfigError, nearest
+from meshwright.plugin import ConfigError, nearest
 
 from .order import Action, Kind, Schedule, check_actions, timeline
 

@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.gradients import Findings
-from meshwright.mesh.mesh import Mesh
-from meshwright.model.layout import in_order
-from meshwright.tensors.norms import joined_norm
+from meshwright.plugin import DataParallelManager, Findings, Mesh, in_order, joined_norm
 
 from .names import Names
 

@@ -14,15 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.base.errors import StrategyError
-from meshwright.base.types import OptimizerFactory
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.manager.start import require_optimizer
-from meshwright.optim.groups import Trained, for_model
-from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.averages import Averages
-from meshwright.tensors.pieces import Sharded
-from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright.plugin import (
+    Averages,
+    DataParallelManager,
+    OptimizerFactory,
+    OptimizerState,
+    Sharded,
+    ShardedState,
+    StrategyError,
+    StrategyManager,
+    TensorKind,
+    Trained,
+    for_model,
+    require_optimizer,
+)
 
 from .names import Names, loading_stages, stages_parameters, stages_state
 from .whole_state import load_whole_state, whole_state

@@ -13,12 +13,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.base.errors import ModelError
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.model.layout import ModelLayout
-from meshwright.tensors.averages import COUNTS
-from meshwright.tensors.pieces import Sharded
-from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright.plugin import (
+    COUNTS,
+    DataParallelManager,
+    ModelError,
+    ModelLayout,
+    OptimizerState,
+    Sharded,
+    ShardedState,
+    TensorKind,
+)
 
 from ..cut.boundary import Cut
 

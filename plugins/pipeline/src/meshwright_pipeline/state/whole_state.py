@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.base.errors import StrategyError
-from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.mesh.mesh import Mesh
+from meshwright.plugin import DataParallelManager, Mesh, StrategyError
 
 from .names import Names, local_groups, renamed
 

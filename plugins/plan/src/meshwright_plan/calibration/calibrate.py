@@ -16,13 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.base.errors import ConfigError, MeshError
-from meshwright.base.processes import usable_cores
-from meshwright.base.validation import validated
-from meshwright.files.parsing import as_yaml
-from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.open_world import find_device, open_world
-from meshwright.mesh.world import World
+from meshwright.plugin import (
+    ConfigError,
+    MeshError,
+    World,
+    as_yaml,
+    find_device,
+    open_world,
+    started_by_launcher,
+    usable_cores,
+    validated,
+)
 from meshwright_run.launch.local import launch
 from meshwright_run.launch.rank import guarded
 

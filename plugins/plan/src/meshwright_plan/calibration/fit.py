@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import MeshError
+from meshwright.plugin import MeshError
 
 from .. import links
 from ..device import Link, Node

@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.mesh.world import World, same_timeout
-from meshwright.tensors.ops import all_gather_single, moments_of, reduce_scatter_single
-from meshwright.tracing.observe import Meter, Observer
+from meshwright.plugin import Meter, Observer, World, all_gather_single, moments_of, reduce_scatter_single, same_timeout
 
 from ..kernels import VIEW_COST, is_kernel
 from ..trace import Operation, touched

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.files.commands import Assignments, RunFile, Traceback, told, uncollected
-from meshwright.files.terminal import new_console
-from meshwright.launch.environment import started_by_launcher
+from meshwright.plugin import Assignments, RunFile, Traceback, new_console, started_by_launcher, told, uncollected
 
 
 def explain(

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.mesh.sizes import ROOT_AXES, Degrees
-from meshwright.optim.build import build_scheduler
+from meshwright.plugin import ROOT_AXES, Degrees, MeshwrightError, build_scheduler
 from meshwright_run.fate import Fate, check_output
 from meshwright_run.run_file import RunConfig
 

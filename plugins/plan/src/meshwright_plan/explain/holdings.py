@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.mesh.sizes import ROOT_AXES, Degrees
-from meshwright.tensors.ops import with_values
-from meshwright.tensors.pieces import Sharded
+from meshwright.plugin import ROOT_AXES, Degrees, MeshwrightError, Sharded, with_values
 
 from ..planned import planned_mesh
 from ..trace import Job, NoValues

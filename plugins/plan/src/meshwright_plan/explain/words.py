@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.base.errors import CheckpointError
-from meshwright.checkpoint.manifest import all_in
-from meshwright.checkpoint.places import Folder
+from meshwright.plugin import CheckpointError, Folder, all_in
 from meshwright_run.fate import Fate
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_sections import HELD_OUT

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.model.adapter import left_out
-from meshwright.train.loop.ema import EMA
+from meshwright.plugin import EMA, MeshwrightError, left_out
 from meshwright_run.run_file import RunConfig
 
 from ..config import PlanConfig, asked_of

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 NODES = 0.78
 """Part of the failures that takes a node: those of hardware, as of Llama 3 (The Llama 3 Herd of Models,

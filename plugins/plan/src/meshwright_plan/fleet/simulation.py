@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 from .fleet import HOUR, Fleet
 

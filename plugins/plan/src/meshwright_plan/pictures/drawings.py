@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.mesh.sizes import ROOT_AXES
+from meshwright.plugin import ROOT_AXES
 
 from ..report import size_text, time_text
 from .marks import Dot, Line, Mark, Picture, Rect, Style, Text, legend

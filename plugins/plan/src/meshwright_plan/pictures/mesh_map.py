@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.mesh.sizes import ROOT_AXES, VIEWS, Degrees
+from meshwright.plugin import ROOT_AXES, VIEWS, Degrees
 
 from ..device import Device
 from ..links import members

@@ -14,8 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import ConfigError
-from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES
+from meshwright.plugin import EXPERT_AXES, ROOT_AXES, ConfigError
 
 from ..meter import OWNERS, ROUND_TO
 from ..report import size_text, time_text

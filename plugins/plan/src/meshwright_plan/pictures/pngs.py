@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 from ..allocator import COMPUTE
 from ..report import size_text

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshwright.mesh.sizes import Degrees
+from meshwright.plugin import Degrees
 
 from ..allocator import COMPUTE
 from ..device import Device

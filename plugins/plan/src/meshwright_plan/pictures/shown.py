@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.mesh.sizes import Degrees
+from meshwright.plugin import Degrees, MeshwrightError
 
 from ..allocator import reserved
 from ..depth import DEPTHS

@@ -25,13 +25,19 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.base.validation import as_data, validated
-from meshwright.mesh.sizes import ROOT_AXES, Degrees, MeshSizes
-from meshwright.model.layout import ModelSize
-from meshwright.strategy.contract import StrategySpec
-from meshwright.strategy.registry import get_registry
-from meshwright.strategy.stack import Stack, resolve
+from meshwright.plugin import (
+    ROOT_AXES,
+    Degrees,
+    MeshSizes,
+    MeshwrightError,
+    ModelSize,
+    Stack,
+    StrategySpec,
+    as_data,
+    get_registry,
+    resolve,
+    validated,
+)
 from meshwright_run.data.order import check_batch_size
 
 from ..device import Device

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import MeshwrightError
+from meshwright.plugin import MeshwrightError
 
 from .candidates import Candidate, Space
 from .glance import Glance

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.base.errors import BatchError, ConfigError, MeshwrightError
-from meshwright.base.validation import validated
+from meshwright.plugin import BatchError, ConfigError, MeshwrightError, validated
 from meshwright_run.run_file import RunConfig
 
 from ..allocator import COMPUTE

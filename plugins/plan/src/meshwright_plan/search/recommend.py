@@ -15,11 +15,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from meshwright.base.errors import ConfigError, TrainingError
-from meshwright.base.processes import usable_cores
-from meshwright.base.validation import validated
-from meshwright.model.layout import model_size
-from meshwright.parallel.expert.find import find_experts
+from meshwright.plugin import ConfigError, TrainingError, find_experts, model_size, usable_cores, validated
 from meshwright_run.launch.local import warm_up
 from meshwright_run.layout import NO_END, read_job
 from meshwright_run.run_file import RunConfig

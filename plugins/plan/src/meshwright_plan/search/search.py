@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import MeshwrightError
+from meshwright.plugin import MeshwrightError
 
 from ..planned import fits
 from .candidates import Candidate, Space, assigned, sizes_of

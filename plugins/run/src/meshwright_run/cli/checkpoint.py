@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.files.commands import output_console, told
-from meshwright.files.terminal import new_console, say
+from meshwright.plugin import new_console, output_console, say, told
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.places import Folder
+    from meshwright.plugin import Folder
 
 Directory = Annotated[
     str, typer.Argument(help="A checkpoint, or a directory of checkpoints; or a URL, such as s3://bucket/prefix.")
@@ -24,7 +23,7 @@ KeyFile = Annotated[
 def show(directory: Directory, key_file: KeyFile = None) -> None:
     """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
     with told(traceback=False):
-        from meshwright.checkpoint.verifying import shown
+        from meshwright.plugin import shown
 
         table, all_whole = shown(_place(directory, key_file))
         output_console().print(table)
@@ -38,7 +37,7 @@ def verify(directory: Directory, key_file: KeyFile = None) -> None:
     given and one is not signed with it.
     """
     with told(traceback=False):
-        from meshwright.checkpoint.verifying import signed, verified
+        from meshwright.plugin import signed, verified
 
         console, all_whole = new_console(soft_wrap=True, highlight=False), True
         for each in verified(_place(directory, key_file)):
@@ -54,9 +53,7 @@ def verify(directory: Directory, key_file: KeyFile = None) -> None:
 
 
 def _place(where: str, key_file: str | None) -> Folder:
-    from meshwright.checkpoint.keys import read_key
-    from meshwright.checkpoint.places import Access
-    from meshwright.checkpoint.remote import place_of
+    from meshwright.plugin import Access, place_of, read_key
 
     key = None if key_file is None else read_key(key_file, where="--key-file")
     return place_of(where, Access(key))
@@ -88,16 +85,14 @@ def export(
     Of a checkpoint of adapters it is their directory, as peft has it; with --merge the whole model.
     """
     with told(traceback=False):
-        from meshwright.base.errors import ConfigError
-        from meshwright.files.class_paths import dtype as dtype_of
+        from meshwright.plugin import ConfigError
+        from meshwright.plugin import dtype as dtype_of
 
         chosen = None if dtype is None else dtype_of(dtype)
         if base is not None and not merge:
             raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
         if trust_remote_code is not None:
-            from meshwright.checkpoint.directory import HUGGING_FACE
-            from meshwright.checkpoint.remote import is_url
-            from meshwright.model.configuration import trust_code
+            from meshwright.plugin import HUGGING_FACE, is_url, trust_code
 
             if is_url(checkpoint):
                 raise ConfigError(
@@ -107,11 +102,11 @@ def export(
             trust_code(Path(checkpoint) / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
         place = _place(checkpoint, key_file)
         if merge:
-            from meshwright.checkpoint.merged_model import merge_adapter
+            from meshwright.plugin import merge_adapter
 
             merge_adapter(place, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
         else:
-            from meshwright.checkpoint.export import export_checkpoint
+            from meshwright.plugin import export_checkpoint
 
             export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
     say(f"written {output}\n")

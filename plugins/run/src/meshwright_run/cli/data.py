@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.files.commands import RunFile, Traceback, output_console, told
+from meshwright.plugin import RunFile, Traceback, output_console, told
 
 
 def show(

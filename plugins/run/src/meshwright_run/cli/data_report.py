@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.base.errors import DataError
+from meshwright.plugin import DataError
 
 from ..data.run_rows import ShownRow, SourceSummary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from meshwright.files.terminal import say
+from meshwright.plugin import say
 
 
 def schema() -> None:

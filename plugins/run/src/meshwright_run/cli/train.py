@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.processes import leave
-from meshwright.files.commands import Assignments, RunFile, Traceback, output_console, told, uncollected
-from meshwright.launch.environment import started_by_launcher
-from meshwright.launch.join import join
-from meshwright.strategy.registry import get_registry, how_to_install
+from meshwright.plugin import (
+    Assignments,
+    ConfigError,
+    RunFile,
+    Traceback,
+    get_registry,
+    how_to_install,
+    join,
+    leave,
+    output_console,
+    started_by_launcher,
+    told,
+    uncollected,
+)
 
 if TYPE_CHECKING:
     from ..run_file import RunConfig

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.base.errors import DataError
+from meshwright.plugin import DataError
 
 
 def is_reader(datasets: Any, name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from filelock import FileLock
 
-from meshwright.base.errors import DataError
+from meshwright.plugin import DataError
 
 EntryT = TypeVar("EntryT")
 

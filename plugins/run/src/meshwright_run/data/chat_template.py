@@ -20,9 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright._compat.transformers import render_marked
-from meshwright.base.errors import ConfigError, DataError
-from meshwright.files.parsing import read_regular, time_limit
+from meshwright.plugin import ConfigError, DataError, read_regular, render_marked, time_limit
 
 from .conversations import ANSWERS, REASONING, Conversation, LossOn
 from .tokenizer import Draft, Span

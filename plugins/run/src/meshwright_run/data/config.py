@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.base.errors import nearest
-from meshwright.base.validation import FrozenModel
-from meshwright.files.writing import PathText
+from meshwright.plugin import FrozenModel, PathText, nearest
 
 DEFAULT_VOCAB_SIZE = 1024
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from meshwright.base.errors import DataError, nearest
+from meshwright.plugin import DataError, nearest
 
 from .sources import Record
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.base.errors import DataError
+from meshwright.plugin import DataError
 
 _HEADER_BYTES = 128
 _CHUNK = 1 << 20

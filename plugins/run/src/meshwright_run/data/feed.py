@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.base.types import IGNORED_LABEL
+from meshwright.plugin import IGNORED_LABEL, CheckpointError, ConfigError
 
 from .order import DataOrder, Mixture, check_batch_size, shuffled
 from .rows import JoinedRows, Rows
 from .stream import Stream
 
 if TYPE_CHECKING:
-    from meshwright.base.types import Batch
+    from meshwright.plugin import Batch
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from meshwright.base.errors import DataError
-from meshwright.files.parsing import open_regular
+from meshwright.plugin import DataError, open_regular
 
 from .progress import Meter
 

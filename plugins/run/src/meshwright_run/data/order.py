@@ -20,7 +20,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from meshwright.base.errors import ConfigError
+from meshwright.plugin import ConfigError
 
 ORDER_VERSION = 2
 """Raised with every change to the order, which checkpoints name."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.base.errors import DataError
+from meshwright.plugin import DataError
 
 from .cache import cached_entry
 

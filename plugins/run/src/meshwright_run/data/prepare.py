@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.base.errors import ConfigError, DataError
-from meshwright.files.parsing import MAX_JSON_BYTES, read_json_object, read_regular
+from meshwright.plugin import MAX_JSON_BYTES, ConfigError, DataError, read_json_object, read_regular
 
 from .cache import cache_root, cached_entry
 from .config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig

@@ -10,8 +10,7 @@ from typing import BinaryIO
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from meshwright.base.errors import printable
-from meshwright.files.terminal import new_console
+from meshwright.plugin import new_console, printable
 
 CONSOLE = new_console(stderr=True)
 """Shared by all bars and spinners: two consoles would draw over each other."""

@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.base.errors import ConfigError, DataError
-from meshwright.base.types import IGNORED_LABEL
+from meshwright.plugin import IGNORED_LABEL, ConfigError, DataError
 
 from .config import Packing
 from .documents import Documents
 from .packing import best_fit, cached_best_fit
 
 if TYPE_CHECKING:
-    from meshwright.base.types import Batch
+    from meshwright.plugin import Batch
 
 FILL = 0
 """The token of padding; nothing sees it, and any vocabulary has it."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.base.errors import DataError
-from meshwright.base.types import IGNORED_LABEL
+from meshwright.plugin import IGNORED_LABEL, DataError
 
 from .cache import cache_root
 from .config import DataConfig, Packing, SourceConfig

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import DataError, nearest
+from meshwright.plugin import DataError, nearest
 
 from ._datasets import is_reader, own_files
 from .config import FIELDS, STDLIB, SourceConfig

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.base.errors import CheckpointError, DataError
+from meshwright.plugin import CheckpointError, DataError
 
 from .config import SourceConfig
 from .documents import Documents

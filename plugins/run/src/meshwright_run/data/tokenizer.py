@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.base.errors import DataError
-from meshwright.files.parsing import json_object_or_empty, read_json_object, reason
+from meshwright.plugin import DataError, json_object_or_empty, read_json_object, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +100,7 @@ def _class_for(path: Path) -> Any:
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
-    from meshwright._compat.transformers import never_ask
+    from meshwright.plugin import never_ask
 
     _check_classes(path)
     never_ask()

@@ -27,10 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.base.errors import DataError
-from meshwright.base.processes import usable_cores
-from meshwright.base.safe_path import PYTHON
-from meshwright.files.terminal import escape_messages
+from meshwright.plugin import PYTHON, DataError, escape_messages, usable_cores
 
 from .chat_template import read_chat_template
 from .config import FIELDS, DataConfig, SourceConfig

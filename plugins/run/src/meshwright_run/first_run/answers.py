@@ -10,11 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meshwright.base.errors import ConfigError, DataError, ModelError, nearest
-from meshwright.base.processes import usable_cores
-from meshwright.base.validation import validated
-from meshwright.files.parsing import open_regular, parse_json, read_json_object
-from meshwright.strategy.registry import Registry
+from meshwright.plugin import (
+    ConfigError,
+    DataError,
+    ModelError,
+    Registry,
+    nearest,
+    open_regular,
+    parse_json,
+    read_json_object,
+    usable_cores,
+    validated,
+)
 
 from ..data.config import STDLIB, SourceConfig
 from ..data.files import kind_of

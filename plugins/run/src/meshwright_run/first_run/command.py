@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.files.commands import Traceback, told
-from meshwright.files.terminal import new_console, say
-from meshwright.strategy.registry import get_registry
+from meshwright.plugin import Traceback, get_registry, new_console, say, told
 
 
 def init(

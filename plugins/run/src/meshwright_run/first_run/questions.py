@@ -10,8 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.prompt import Confirm, IntPrompt, Prompt
 
-from meshwright.base.errors import ConfigError, MeshwrightError
-from meshwright.strategy.registry import Registry
+from meshwright.plugin import ConfigError, MeshwrightError, Registry
 
 from ..data.config import STDLIB
 from .answers import (

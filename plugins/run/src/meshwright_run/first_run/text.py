@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from meshwright.files.parsing import parse_yaml
+from meshwright.plugin import parse_yaml
 
 from ..data.config import STDLIB
 from .answers import NEW_POSITIONS, Answers, Known, Machine, is_hub_id, seq_len_of

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import validated
-from meshwright.files.parsing import parse_yaml
+from meshwright.plugin import ConfigError, parse_yaml, validated
 
 from ..layout import layout_of
 from ..run_file import RunConfig, check_model

@@ -21,9 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from meshwright.base.processes import Handle
-from meshwright.base.safe_path import PYTHON
-from meshwright.files.terminal import warn
+from meshwright.plugin import PYTHON, Handle, warn
 
 LEAST_INTERVAL_S = 1.0
 """A word takes a quarter of a millisecond of a CPU, on both sides."""

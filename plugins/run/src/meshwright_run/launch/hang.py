@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from meshwright.mesh.progress import Counts, Sign
+from meshwright.plugin import Counts, Sign
 
 if TYPE_CHECKING:
     from torch.distributed import Store

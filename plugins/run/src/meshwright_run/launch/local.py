@@ -27,11 +27,19 @@ from dataclasses import dataclass, fields
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.processes import Handle, end_with_launcher, identity_of, leave, usable_cores
-from meshwright.base.safe_path import protected_children
-from meshwright.files.terminal import say
-from meshwright.launch.store import LOOPBACK, ONE_MACHINE, register_one_machine
+from meshwright.plugin import (
+    LOOPBACK,
+    ONE_MACHINE,
+    ConfigError,
+    Handle,
+    end_with_launcher,
+    identity_of,
+    leave,
+    protected_children,
+    register_one_machine,
+    say,
+    usable_cores,
+)
 
 from .parent_signals import AGENTS_SIGNALS, interrupts_held, own_signals, passing_on, signal_name
 from .rank import INTERRUPTED, guarded

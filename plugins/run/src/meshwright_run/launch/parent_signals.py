@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from meshwright.base.processes import Handle
-from meshwright.base.stopping import SAME_S, noted_text
+from meshwright.plugin import SAME_S, Handle, noted_text
 
 AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """Signals that the agent passes on before it kills."""

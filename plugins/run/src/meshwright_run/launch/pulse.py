@@ -31,8 +31,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.launch.environment import Host
-from meshwright.mesh.progress import Counts, Hang, Progress, Sign
+from meshwright.plugin import Counts, Hang, Host, Progress, Sign
 
 from .hang import DONE, Report, culprits, main_thread, read_signs, standing, tell_cut_off, tell_silent, tell_standing
 

@@ -21,20 +21,27 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from meshwright.base.errors import MeshwrightError, RankError, headline, said
-from meshwright.base.processes import end_with_launcher, leave
-from meshwright.base.stopping import Stopped
-from meshwright.files.terminal import escape_messages, say
-from meshwright.launch.environment import (
+from meshwright.plugin import (
+    CONNECT_TIMEOUT_S,
+    Hang,
+    MeshwrightError,
+    Progress,
+    RankError,
+    Stopped,
+    connect_store,
+    end_with_launcher,
+    escape_messages,
+    headline,
     host_of_store,
+    leave,
     rank,
+    said,
+    say,
     started_by_launcher,
     started_by_torchrun,
     started_elsewhere,
     world_size,
 )
-from meshwright.launch.store import CONNECT_TIMEOUT_S, connect_store
-from meshwright.mesh.progress import Hang, Progress
 
 from .companion import Companion
 from .hang import who_hangs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from meshwright._compat.torch_versions import category_of
+from meshwright.plugin import category_of
 
 
 def quieten_kineto() -> None:

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from meshwright.base.errors import ConfigError
-from meshwright.base.validation import FrozenModel
-from meshwright.mesh.sizes import Size
+from meshwright.plugin import ConfigError, FrozenModel, Size
 
 DIRECTORY, FAULTS = "profile", "faults"
 

@@ -8,9 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.events.run import Fault
-from meshwright.files.writing import write_whole, written_whole
-from meshwright.strategy.hooks import hookimpl
+from meshwright.plugin import Fault, hookimpl, write_whole, written_whole
 
 from ._torch import flight_records
 from .config import FAULTS

@@ -14,10 +14,7 @@ import torch
 from rich.console import RenderableType
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright._compat.torch import is_profiled, marked
-from meshwright.events.step import MARK
-from meshwright.files.terminal import new_console, warn
-from meshwright.files.writing import fresh, write_whole
+from meshwright.plugin import MARK, fresh, is_profiled, marked, new_console, warn, write_whole
 
 from ._torch import dump_memory_snapshot, quieten_kineto, record_memory_history, seen_by
 from .activity import exposed_communication

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.files.terminal import new_console, plain, styled
+from meshwright.plugin import new_console, plain, styled
 
 from .summary import Summary
 

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import ConfigError
-from meshwright.events.step import MARK, WAIT
+from meshwright.plugin import MARK, WAIT, ConfigError
 
 from .activity import Activity, Intervals, activity, common, length, union, without
 from .config import traces_in

@@ -12,9 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from meshwright.base.errors import ConfigError
-from meshwright.events.step import MARK, WAIT
-from meshwright.files.parsing import open_regular
+from meshwright.plugin import MARK, WAIT, ConfigError, open_regular
 
 OPERATOR, ANNOTATION, KERNEL = "cpu_op", "user_annotation", "kernel"
 """Kinds of spans, as Kineto's categories."""
