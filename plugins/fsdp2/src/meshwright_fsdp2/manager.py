@@ -292,9 +292,9 @@ def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
         )
     if config.enable_compile and isinstance(config.activation_checkpointing, ActivationOptions):
         raise StrategyError(
-            f"activation_checkpointing={recompute_option_text(config.activation_checkpointing)} acts on operators one by "
-            f"one, but with enable_compile=true a compiled block decides by itself what it holds. Set enable_compile=false, or "
-            f"activation_checkpointing to full or selective."
+            f"activation_checkpointing={recompute_option_text(config.activation_checkpointing)} acts on operators one "
+            f"by one, but with enable_compile=true a compiled block decides by itself what it holds. Set "
+            f"enable_compile=false, or activation_checkpointing to full or selective."
         )
     if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:
         # torch may recompile a part between a forward and its recomputation, which then saves other tensors.
