@@ -1,22 +1,19 @@
 # The two commands of the README are `make train` and `make test`; each sets up .venv when it has to.
 PYTHON ?= python3
 BIN := .venv/bin
-PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
-# Over frameworks of others, which training does not need.
-BRIDGES := -e plugins/fabric -e plugins/trainer -e plugins/trackers
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-DISTRIBUTIONS := pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
+DISTRIBUTIONS := requirements.txt pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
 
 .PHONY: train sft gpu test test-full test-zoo golden test-versions lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -e . $(PLUGINS)
+	$(INSTALL) -r requirements.txt
 	touch $@
 
 .venv/installed: .venv/trains
-	$(INSTALL) -e '.[dev]' $(PLUGINS) $(BRIDGES)
+	$(INSTALL) -e '.[dev]' -r requirements.txt
 	touch $@
 
 train: .venv/trains

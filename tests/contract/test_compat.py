@@ -42,7 +42,7 @@ from meshwright.tensors.state import whole_tensor
 from meshwright.testing import pool
 from meshwright.testing.pool import GROUP_TIMEOUT_S
 from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
-from meshwright_plan._torch import Fakes, handed_on, in_backward
+from meshwright_plan._compat import Fakes, handed_on, in_backward
 
 
 def _names_of_threads() -> set[str]:

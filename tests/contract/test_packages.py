@@ -52,13 +52,19 @@ def test_a_plugin_has_cores_version_and_python_and_depends_on_exactly_that_core(
     assert plugin["version"] == CORE["version"]
     assert plugin["requires-python"] == CORE["requires-python"]
     assert f"meshwright=={CORE['version']}" in plugin["dependencies"]
-    assert len([each for each in plugin["dependencies"] if each.startswith("meshwright")]) == 1
+    ours = [each for each in plugin["dependencies"] if each.startswith("meshwright")]
+    assert all(each.endswith(f"=={CORE['version']}") for each in ours)
 
 
 @pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
 def test_a_plugin_has_an_extra(directory):
-    name = f"{project(directory)['name']}=={CORE['version']}"
-    assert CORE["optional-dependencies"][extra_of(directory)] == [name]
+    extra = CORE["optional-dependencies"][extra_of(directory)]
+    assert f"{project(directory)['name']}=={CORE['version']}" in extra
+    # What it needs of this project comes with it, from a clone too.
+    needed = {each.partition("==")[0].removeprefix("meshwright-") for each in project(directory)["dependencies"]}
+    brought = {each.partition("==")[0].removeprefix("meshwright-") for each in extra}
+    brought |= {name for each in extra for name in re.findall(r"meshwright\[(.*)\]", each)}
+    assert needed & {extra_of(each) for each in PLUGINS} <= brought
 
 
 @pytest.mark.parametrize("directory", STRATEGIES, ids=lambda path: path.name)
@@ -67,16 +73,17 @@ def test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name(directory
     name = directory.name
     assert list(plugin["entry-points"]["meshwright"]) == [name]
     assert installable()[name] == extra_of(directory)
-    assert f"'.[{extra_of(directory)}]'" in install_line(name)
+    assert f"'.[{extra_of(directory)}]'" in install_line(installable()[name])
 
 
 def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_that_exist():
     extras = CORE["optional-dependencies"]
-    assert {"fsdp2", "ddp", "megatron-fsdp", "pipeline", "all"} <= set(extras)
-    (everything,) = extras["all"]
-    named = re.fullmatch(r"meshwright\[(.*)\]", everything)
-    assert named, everything
-    assert set(named[1].split(",")) == {extra_of(directory) for directory in STRATEGIES}
+    for extra, directories in (("strategies", STRATEGIES), ("all", PLUGINS)):
+        (line,) = extras[extra]
+        named = re.fullmatch(r"meshwright\[(.*)\]", line)
+        assert named, line
+        found = {each for name in named[1].split(",") for each in (STRATEGIES if name == "strategies" else [name])}
+        assert {each if isinstance(each, str) else extra_of(each) for each in found} == set(map(extra_of, directories))
 
 
 def test_every_strategy_that_is_offered_for_installation_is_a_package_here():
@@ -120,7 +127,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fsdp2", ["fsdp2"]),
         ("megatron_fsdp", ["megatron_fsdp"]),
         ("megatron-fsdp", ["megatron_fsdp"]),
-        ("all,fabric,trainer,trackers", [directory.name for directory in PLUGINS]),
+        ("all", [directory.name for directory in PLUGINS]),
+        ("plan", ["objectives", "plan", "run"]),
     ],
 )
 def test_extras_of_a_clone_install_the_plugins_that_lie_in_it(extras: str, expected: list[str], clone: Path) -> None:
@@ -270,17 +278,9 @@ def test_a_plugin_takes_the_versions_that_core_takes(plugin):
     assert {each for each in own if named([each]) <= named(list(core))} <= core
 
 
-def test_make_train_installs_no_more_than_training_needs():
+def test_the_whole_set_up_of_a_clone_is_one_file() -> None:
+    listed = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()[1:]
+    assert sorted(listed) == sorted(["-e .", *(f"-e plugins/{directory.name}" for directory in PLUGINS)])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    recipe = makefile.partition("\n.venv/trains:")[2].partition("\n\n")[0]
-    plugins = re.search(r"^PLUGINS := (.*)$", makefile, flags=re.MULTILINE)
-    assert plugins is not None
-    # With the extras, pip would install a second copy of each, and refuses.
-    assert "$(INSTALL) -e . $(PLUGINS)" in recipe
-    assert "$(BRIDGES)" not in recipe
-    strategies = re.fullmatch(r"meshwright\[(.*)\]", CORE["optional-dependencies"]["all"][0])
-    assert strategies is not None
-    names = {name.replace("-", "_") for name in strategies[1].split(",")}
-    assert set(re.findall(r"plugins/(\w+)", plugins[1])) == names
-    train = makefile.partition("\ntrain:")[2].partition("\n\n")[0]
-    assert train.split()[0] == ".venv/trains"
+    assert "$(INSTALL) -r requirements.txt" in makefile.partition("\n.venv/trains:")[2].partition("\n\n")[0]
+    assert makefile.partition("\ntrain:")[2].split()[0] == ".venv/trains"

@@ -237,7 +237,7 @@ def test_an_unknown_name_lists_what_is_installed_installable_and_broken(plugin):
 @pytest.mark.parametrize("name", list(installable()))
 def test_a_strategy_of_this_project_that_is_missing_answers_with_its_install_line(name, monkeypatch):
     registry = Registry([])
-    line = install_line(name)
+    line = install_line(installable()[name])
     assert line.startswith("pip install ")
     with pytest.raises(UnknownStrategyError) as caught:
         registry.get(name.upper())

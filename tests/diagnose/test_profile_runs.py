@@ -23,7 +23,7 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
 from meshwright_run.preflight import plan_run
-from meshwright_run.profile._torch import flight_records, quieten_kineto, seen_by
+from meshwright_run.profile._compat import flight_records, quieten_kineto, seen_by
 from meshwright_run.profile.activity import exposed_communication
 from meshwright_run.profile.faults import FaultFiles
 from meshwright_run.profile.recording import NOTHING, Sampler, activities, spans_of, warm_up

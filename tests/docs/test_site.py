@@ -21,6 +21,7 @@ import reference
 import site_pages
 
 import meshwright
+import meshwright.plugin
 from meshwright.base import errors
 from meshwright.base.errors import MeshwrightError, said
 from meshwright_run import run_file
@@ -38,11 +39,13 @@ CLASSES = [
 
 def test_the_reference_has_every_name_that_is_exported() -> None:
     found = {(name.package, name.name) for name in reference.names()}
-    exported = {("meshwright", name) for name in meshwright._MODULE_OF}
-    for package in reference.packages()[1:]:
+    exported = {("meshwright", name) for name in (*meshwright._MODULE_OF, *meshwright._OF_RUN)}
+    exported |= {("meshwright.plugin", name) for name in meshwright.plugin._sources()}
+    for package in reference.packages()[2:]:
         # Fabric takes seconds to import; its list, and that of a plugin that is not installed, is as its source has it.
         is_imported = package != "meshwright_fabric" and importlib.util.find_spec(package)
-        listed = importlib.import_module(package).__all__ if is_imported else reference.exported(package)
+        module = importlib.import_module(package) if is_imported else None
+        listed = getattr(module, "__all__", None) or reference.exported(package)
         exported |= {(package, name) for name in listed}
     assert found == exported
     directives = re.findall(r"^(?:::: |## \S+ \{ #)(\S+)", "\n".join(reference.pages().values()), flags=re.MULTILINE)
@@ -75,7 +78,7 @@ def test_options_have_their_defaults_in_the_reference() -> None:
     (source,) = (
         node
         for node in ast.walk(ast.parse(Path(str(inspect.getsourcefile(RunConfig))).read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and node.name == RunConfig.__name__
+        if isinstance(node, ast.ClassDef) and node.name == run_file.BaseRunConfig.__name__
     )
     shown = {
         node.target.id: default(ast.unparse(node.value))

@@ -24,8 +24,9 @@ PAGES = {
     "observers": ("What observers are told", ("events",)),
     "errors": ("Errors", ("base.errors",)),
     "strategies": ("Strategies", ()),
+    "plugin": ("For authors of plugins", ()),
 }
-"""Pages of core's names: what each is called, and the rooms or modules whose names are on it; the last has the rest."""
+"""Pages of core's names: the title, and the rooms or modules whose names are on it; `strategies` has the rest."""
 HEAD = """# Reference
 
 Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. The options of
@@ -60,16 +61,25 @@ class Name:
 def packages() -> list[str]:
     """Packages whose names are public, core first."""
     plugins = sorted(path.parent.name for path in ROOT.glob("plugins/*/src/*/__init__.py"))
-    return ["meshwright", "meshwright.testing", *plugins]
+    return ["meshwright", "meshwright.plugin", "meshwright.testing", *plugins]
 
 
 def exported(package: str) -> list[str]:
     """The names that a package exports, in its order: `__all__`, and of core what it imports on first use."""
+    if package in ("meshwright", "meshwright.plugin"):
+        return [*_modules_of(package)]
+    assigned = loaded()[package].members.get("__all__")
+    return [] if assigned is None else list(ast.literal_eval(str(assigned.value)))  # type: ignore[union-attr]
+
+
+def _modules_of(package: str) -> dict[str, str]:
+    """The module that defines each name that a package imports on first use."""
+    stub = ROOT.joinpath("core", *package.split(".")).with_suffix(".pyi")
     if package == "meshwright":
-        return [*importlib.import_module(package)._MODULE_OF]
-    module = loaded()[package]
-    assigned = module.members["__all__"]
-    return list(ast.literal_eval(str(assigned.value)))  # type: ignore[union-attr]
+        module = importlib.import_module(package)
+        return {**module._MODULE_OF, **dict.fromkeys(module._OF_RUN, "train")}
+    lines = [node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    return {name.name: str(line.module) for line in lines for name in line.names}
 
 
 @cache
@@ -114,11 +124,11 @@ def _made(package: str) -> Mapping[str, str]:
 def _page(package: str, name: str) -> str:
     if package != "meshwright":
         return package.removeprefix("meshwright").strip("._").replace("_", "-")
-    module = importlib.import_module(package)._MODULE_OF[name]
+    module = _modules_of(package)[name]
     for page, (_, owned) in PAGES.items():
         if module in owned or module.partition(".")[0] in owned:
             return page
-    return [*PAGES][-1]
+    return "strategies"
 
 
 def pages() -> dict[str, str]:
@@ -138,13 +148,16 @@ def _page_lines(page: str, on_it: list[Name]) -> Iterator[str]:
         docstring = loaded()[package].docstring
         yield f"# {package}\n\n{docstring.value if docstring else ''}\n"
     for name in on_it:
-        yield f"::: {name.path}\n" if name.shown else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
+        # The run file's class derives from one with the options, to which plugins add theirs.
+        options = "    options:\n      inherited_members: true\n" if name.name == "RunConfig" else ""
+        shown = f"::: {name.path}\n{options}"
+        yield shown if name.shown else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
 
 
 def index() -> str:
     """docs/reference/README.md: the list of all names, each leading to its source."""
     lines = [HEAD]
-    for package in packages():
+    for package in filter(exported, packages()):
         lines += [f"## {package}\n", "| name | what it is |", "|---|---|"]
         for name in sorted((each for each in names() if each.package == package), key=lambda each: each.name.lower()):
             target = "../../" + name.source.relative_to(ROOT).as_posix()

@@ -84,7 +84,8 @@ def checkpoint_blocks(
     if not layout.blocks:
         raise ModelError(
             f"activation_checkpointing={recompute_option_text(mode)!r} acts on blocks, but {type(model).__name__} has "
-            "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook model_layout."
+            "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
+            "model_layout."
         )
     held = None
     if isinstance(mode, ActivationOptions):

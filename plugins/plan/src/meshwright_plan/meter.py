@@ -39,7 +39,7 @@ from meshwright.plugin import (
     tensors_in,
 )
 
-from ._torch import in_backward
+from ._compat import in_backward
 
 OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "temporary", "other")
 LIBRARIES = "libraries"

@@ -44,7 +44,7 @@ from meshwright.plugin import (
     unwraps_itself,
 )
 
-from ._torch import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
+from ._compat import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
 
 SMALL = 1 << 25
 """Results of operators of up to this many bytes are computed."""

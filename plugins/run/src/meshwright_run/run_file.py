@@ -49,7 +49,7 @@ _PLUGIN_OF = {"plan": "plan", "launch": "cluster"}
 _Section = TypeVar("_Section", bound=FrozenModel)
 
 
-class _OwnSections(MeshSizes):
+class BaseRunConfig(MeshSizes):
     """A training run. Sizes are at the top level, see `meshwright.mesh.sizes.MeshSizes`."""
 
     strategy: str = Field(default="fsdp2", description="Name or alias of an installed strategy.")
@@ -272,7 +272,7 @@ def run_sections() -> list[RunSection]:
     for plugin, register in registry.implementations("register_run_sections"):
         try:
             sections = {each.name: each for sections in register() for each in sections}
-            if taken := sections.keys() & {*found, *_OwnSections.model_fields}:
+            if taken := sections.keys() & {*found, *BaseRunConfig.model_fields}:
                 raise ConfigError(f"these sections exist already: {', '.join(sorted(taken))}")
             found |= sections
         except (Exception, SystemExit) as error:
@@ -285,14 +285,14 @@ SECTIONS = run_sections()
 
 if TYPE_CHECKING:
 
-    class RunConfig(_OwnSections):
+    class RunConfig(BaseRunConfig):
         """A training run, with the sections of the installed plugins."""
 
 else:
     RunConfig = create_model(
         "RunConfig",
-        __base__=_OwnSections,
-        __doc__=_OwnSections.__doc__,
+        __base__=BaseRunConfig,
+        __doc__=BaseRunConfig.__doc__,
         __module__=__name__,
         **{
             each.name: (

@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright.plugin import DataError, nearest
 
-from ._datasets import is_reader, own_files
+from ._compat import is_reader, own_files
 from .config import FIELDS, STDLIB, SourceConfig
 from .files import SUFFIXES, Cells, Found, extra, kind_of, read_file
 from .progress import Meter

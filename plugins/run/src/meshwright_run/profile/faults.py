@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.plugin import Fault, hookimpl, write_whole, written_whole
 
-from ._torch import flight_records
+from ._compat import flight_records
 from .config import FAULTS
 
 

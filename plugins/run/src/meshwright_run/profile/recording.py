@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.plugin import MARK, fresh, is_profiled, marked, new_console, warn, write_whole
 
-from ._torch import dump_memory_snapshot, quieten_kineto, record_memory_history, seen_by
+from ._compat import dump_memory_snapshot, quieten_kineto, record_memory_history, seen_by
 from .activity import exposed_communication
 from .config import DIRECTORY, ProfileConfig, file_name, suffix
 from .show import shown
