@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint import newest_checkpoint
+from meshwright.plugin import newest_checkpoint
 
 PAD, IGNORED = 0, -100
 

@@ -210,6 +210,7 @@ from .model.activation_options import recompute_option_text as recompute_option_
 from .model.adapter import ADAPTER_CONFIG as ADAPTER_CONFIG
 from .model.adapter import Base as Base
 from .model.adapter import left_out as left_out
+from .model.adapter import with_adapter as with_adapter
 from .model.adapter_options import AdapterOptions as AdapterOptions
 from .model.adapter_options import InjectedByOthers as InjectedByOthers
 from .model.adapter_options import adapt as adapt
@@ -299,6 +300,7 @@ from .step.agreement import agree as agree
 from .step.agreement import announce as announce
 from .step.agreement import count_tokens as count_tokens
 from .step.agreement import frozen_share as frozen_share
+from .step.axis import Axis as Axis
 from .step.forward_options import forward_options as forward_options
 from .step.forward_options import forward_takes as forward_takes
 from .step.forward_options import with_router_logits as with_router_logits
@@ -353,6 +355,9 @@ from .tensors.state import OptimizerState as OptimizerState
 from .tensors.state import Parts as Parts
 from .tensors.state import ShardedState as ShardedState
 from .tensors.state import TensorKind as TensorKind
+from .tensors.state import loading_optimizer as loading_optimizer
+from .tensors.state import sharded_model as sharded_model
+from .tensors.state import sharded_optimizer as sharded_optimizer
 from .tensors.state import whole_tensor as whole_tensor
 from .tensors.whole_parameters import whole_parameters as whole_parameters
 from .tracing._compat import bound_arguments as bound_arguments

@@ -240,7 +240,8 @@ def _train(fresh: Fresh, where: Path, strategy: str, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fresh", ["two"], indirect=True)
 def test_an_extra_is_resolved_from_an_index_and_trains(fresh: Fresh, tmp_path: Path) -> None:
-    assert fresh.install("meshwright[fsdp2]") == _named("meshwright", "meshwright-fsdp2")
+    brought = ("meshwright", "meshwright-fsdp2", "meshwright-run", "meshwright-objectives")
+    assert fresh.install("meshwright[fsdp2,run]") == _named(*brought)
     where = fresh.run("python", "-c", "import meshwright; print(meshwright.__file__, meshwright.__version__)").split()
     assert Path(where[0]).is_relative_to(fresh.directory)
     assert where[1] == release.version()
@@ -260,19 +261,9 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.zoo
 @pytest.mark.parametrize("fresh", ["every"], indirect=True)
 def test_all_distributions_install_and_every_strategy_trains(fresh: Fresh, tmp_path: Path) -> None:
-    strategies = {each.name for each in ALL if "entry-points" in each.project and each.directory.name in _all_extra()}
-    assert fresh.install("meshwright[all]") == _named("meshwright", *strategies)
-    rest = [each.name for each in ALL[1:] if each.name not in strategies]
-    for name in rest:
-        assert fresh.install(name) == _named(name)
+    assert fresh.install("meshwright[all]") == _named(*(each.name for each in ALL))
     for each in ALL:
         assert fresh.run("python", "-c", f"import {each.package.name}; print({each.package.name}.__file__)")
     assert "broken:" not in fresh.run("meshwright", "strategies")
     for strategy in ("single", "ddp", "fsdp2", "megatron_fsdp"):
         _train(fresh, tmp_path / strategy, strategy, 1 if strategy == "single" else 2)
-
-
-def _all_extra() -> set[str]:
-    """The folders of the plugins that the extra `all` names."""
-    (line,) = ALL[0].project["optional-dependencies"]["all"]
-    return {name.replace("-", "_") for name in line.partition("[")[2].rstrip("]").split(",")}

@@ -13,12 +13,11 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from meshwright import StrategyError, get_registry
+from meshwright import OptimizerConfig, StrategyError, get_registry
 from meshwright.testing import Case, conformance, pool
 from meshwright.testing.case import Outcome
 from meshwright.testing.cells import register
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
-from meshwright_run.run_file import OptimizerConfig
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Worker ranks get this process's sys.path and import this module to find their tasks, so they see the plugin too.

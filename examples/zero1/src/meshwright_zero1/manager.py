@@ -12,8 +12,14 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from meshwright import DataParallelManager, StrategyError
-from meshwright.tensors.norms import WideSums
-from meshwright.tensors.state import OptimizerState, ShardedState, loading_optimizer, sharded_model, sharded_optimizer
+from meshwright.plugin import (
+    OptimizerState,
+    ShardedState,
+    WideSums,
+    loading_optimizer,
+    sharded_model,
+    sharded_optimizer,
+)
 
 
 class Zero1Manager(DataParallelManager):
