@@ -1,1 +1,1 @@
-"""Start the ranks of a run, join ranks that a launcher has started, watch them, and end them."""
+"""Join ranks that a launcher has started, and open their world."""

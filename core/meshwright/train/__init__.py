@@ -1,1 +1,1 @@
-"""A whole run: its file, plan, data order, loop, resumption, output and report; and models made in shards."""
+"""The training loop `fit`, and models made in shards (`from_pretrained`)."""

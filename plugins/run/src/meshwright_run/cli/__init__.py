@@ -1,0 +1,1 @@
+"""The commands of a run: `train`, `data`, `checkpoint`, `export` and `schema`."""
