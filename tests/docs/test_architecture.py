@@ -35,6 +35,7 @@ KNOWN_PRIVATE = {
 LONGEST = {ast.Module: 400, ast.ClassDef: 250, ast.FunctionDef: 60}
 """In lines; more only if the docstring gives the reason, starting with `WHY`."""
 WHY = "One thing, since"
+PROMISED = ("meshwright", "meshwright.plugin", "meshwright.testing")
 Rule = Callable[[Module], Iterator[str]]
 
 
@@ -90,11 +91,17 @@ OWN = defined([module.tree for module in MODULES])
 # -- the rules; each yields what breaks it
 
 
-def private_names_of_core_in_plugins(module: Module) -> Iterator[str]:
-    if not module.name.startswith("meshwright."):
-        for _, target in imported(module.tree):
-            if target.split(".")[0] == "meshwright" and any(map(is_private, target.split("."))):
-                yield f"imports {target}"
+def deep_imports_of_core_in_plugins(module: Module) -> Iterator[str]:
+    """Plugins import `meshwright`, `meshwright.plugin` and `meshwright.testing`, and nothing deeper of core."""
+    if module.name.split(".")[0] == "meshwright":
+        return
+    for node in ast.walk(module.tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        for name in names:
+            if name.split(".")[0] == "meshwright" and name not in PROMISED:
+                yield f"line {node.lineno}: imports {name}"
 
 
 def private_foreign_names(module: Module) -> Iterator[str]:
@@ -180,7 +187,7 @@ def nameless_defaults(module: Module) -> Iterator[str]:
 
 
 BREAKS: dict[Rule, str] = {
-    private_names_of_core_in_plugins: "from meshwright.step.agreement import _defect",
+    deep_imports_of_core_in_plugins: "from meshwright.step.agreement import agree",
     private_foreign_names: "def f(model):\n    return getattr(model, '_no_split_modules')",
     patches_of_foreign_code: "from torch import nn\nnn.Linear.forward, x = print, 1",
     assertions_and_fields_set: "def f(x):\n    assert x > 0, 'bad'",
@@ -209,6 +216,23 @@ def test_imports_follow_the_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strategies_are_listed_and_configs_validated_without_torch() -> None:
     code = f"import sys, {', '.join(WITHOUT_TORCH)}; meshwright.list_strategies(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_names_for_authors_of_plugins_bring_no_torch_and_little_of_core() -> None:
+    code = """
+import sys
+from pathlib import Path
+import meshwright.plugin
+names = [name for name in dir(meshwright.plugin) if not name.startswith("_")]
+assert len(names) > 300 and "torch" not in sys.modules
+meshwright.plugin.DataParallelManager
+loaded = [module for name, module in sys.modules.items() if name.split(".")[0] == "meshwright"]
+print(sum(len(Path(module.__file__).read_text().splitlines()) for module in loaded))
+for name in names:
+    getattr(meshwright.plugin, name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) <= 9_000
 
 
 def test_the_table_of_rooms_is_that_of_the_sources() -> None:

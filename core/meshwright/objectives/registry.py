@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
 from ..base.errors import ConfigError, nearest
 from ..base.validation import validated
-from ..strategy.registry import Registry, get_registry
+from ..strategy.registry import Registry, get_registry, how_to_install
 from .base import ObjectiveConfig
 
 
@@ -43,7 +44,7 @@ def get_objective(value: Any, registry: Registry | None = None) -> Callable[...,
         found: Callable[..., Any] = value
         return found
     known = list_objectives(registry)
-    names = ", ".join(sorted(known))
+    names = ", ".join(sorted(known)) or "none"
     name: Any = value
     options: dict[str, Any] = {}
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
@@ -55,6 +56,8 @@ def get_objective(value: Any, registry: Registry | None = None) -> Callable[...,
     if name in known:
         return validated(known[name], options, where=f"objective {name!r}")
     own = "Register one of your own with the hook register_objectives of a plugin, or pass a callable in Python."
+    if find_spec("meshwright_objectives") is None:
+        own += f" Those of this project are of a plugin that is not installed. {how_to_install('objectives')}"
     if "." in name:
         raise ConfigError(f"{name!r} is no objective: import paths are not taken. Registered: {names}. {own}")
     raise ConfigError(f"there is no objective {name!r}.{nearest(name, known)} Registered: {names}. {own}")
