@@ -32,9 +32,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from meshwright.checkpoint.agreement import Held, held_by, shares_of
-from meshwright.checkpoint.saving import cut
-from meshwright.checkpoint.values import flat, settings_of
+from meshwright.checkpoint.saving import Held, cut, held_by, settings_of, shares_of
+from meshwright.checkpoint.values import flat
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import DTENSORS, ShardedState, sharded_model, sharded_optimizer
 

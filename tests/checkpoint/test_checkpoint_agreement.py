@@ -13,11 +13,9 @@ import torch.distributed as dist
 from support.checkpoints import step_directory
 
 from meshwright import Checkpointer, load_checkpoint
-from meshwright.checkpoint.agreement import Agreement, held_by, shares_of
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.places import LocalFolder
-from meshwright.checkpoint.saving import Saving, content_of
-from meshwright.checkpoint.values import settings_of
+from meshwright.checkpoint.saving import Agreement, Saving, content_of, held_by, settings_of, shares_of
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Piece, Sharded
 from meshwright.tensors.state import OptimizerState

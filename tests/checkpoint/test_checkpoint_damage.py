@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import error_of, flip, reseal, restored, step_directory
-from typer.testing import CliRunner
+from support.commands import invoke
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, newest_checkpoint, read_manifest
 from meshwright.checkpoint.index import INDEX, read_index
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.verifying import shown
-from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
@@ -105,21 +104,15 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def _replace(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
+def _respaced(path: Path) -> None:
+    path.write_text(path.read_text().replace('"step": 2', '"step":  2'))
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a file is cut off": ("tensors-00001.bin", _cut, "tensors-00001.bin has .* bytes instead of"),
     "a file is gone": ("tensors-00000.bin", Path.unlink, "tensors-00000.bin is missing"),
     "a bit is flipped": ("tensors-00001.bin", flip, "the contents of tensors-00001.bin have changed"),
-    "the manifest is written in another way": (
-        MANIFEST,
-        lambda at: _replace(at, '"step": 2', '"step":  2'),
-        f"{MANIFEST} was altered",
-    ),
+    "the manifest is written in another way": (MANIFEST, _respaced, f"{MANIFEST} was altered"),
     "the manifest is gone": (MANIFEST, Path.unlink, "was never completed"),
 }
 
@@ -149,18 +142,17 @@ def test_what_is_not_whole_is_named_and_an_older_one_is_taken(damage: str, saved
         assert same, "a checkpoint that is refused may change nothing"
         assert found == str(step_directory(root, 1))
     assert len([text for _, _, _, texts in results for text in texts if "An older one is tried" in text]) == 1
-    table = CliRunner().invoke(cli.app, ["checkpoint", "show", str(root)])
-    assert (table.exit_code, "torn" in table.output, "whole" in table.output) == (1, True, True)
+    code, table = invoke("checkpoint", "show", root)
+    assert (code, "torn" in table, "whole" in table) == (1, True, True)
 
 
 def test_show_tells_what_is_in_whole_ones(saved: Path) -> None:
     for directory in (saved, step_directory(saved, 2)):
-        table = CliRunner().invoke(cli.app, ["checkpoint", "show", str(directory)])
-        assert table.exit_code == 0, table.output
-        for text in ("fsdp2", "dp_shard=2", "float32", "whole", "2"):
-            assert text in table.output
-    missing = CliRunner().invoke(cli.app, ["checkpoint", "show", str(saved / "none")])
-    assert (missing.exit_code, "is no directory" in missing.stderr) == (2, True)
+        code, table = invoke("checkpoint", "show", directory)
+        assert code == 0, table
+        assert all(text in table for text in ("fsdp2", "dp_shard=2", "float32", "whole", "2"))
+    code, missing = invoke("checkpoint", "show", saved / "none")
+    assert (code, "is no directory" in missing) == (2, True)
 
 
 # -- forged indices and manifests, and other formats

@@ -13,8 +13,7 @@ from support.checkpoints import step_directory
 
 from meshwright.base.errors import CheckpointError, TornCheckpointError
 from meshwright.checkpoint import places
-from meshwright.checkpoint.directory import move_aside, retain, tidy
-from meshwright.checkpoint.drafts import LocalDraft
+from meshwright.checkpoint.directory import LocalDraft, move_aside, retain, tidy
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, steps_in
 from meshwright.checkpoint.places import STEP, Access, LocalFolder
 

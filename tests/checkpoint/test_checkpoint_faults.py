@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshwright import Checkpointer, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import read_manifest, saving
-from meshwright.checkpoint.drafts import Draft
+from meshwright.checkpoint.directory import Draft
+from meshwright.checkpoint.index import write_tensors
 from meshwright.checkpoint.manifest import StoredFile, steps_in
-from meshwright.checkpoint.payload import write_tensors
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool

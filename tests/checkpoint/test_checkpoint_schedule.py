@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, LRScheduler, SequentialLR, StepLR
 
 from meshwright import CheckpointError
-from meshwright.checkpoint.schedule import load_schedule, note_rates
+from meshwright.checkpoint.values import load_schedule, note_rates
 
 
 def _optimizer(*rates: float) -> SGD:

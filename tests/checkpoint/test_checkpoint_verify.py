@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 from support.checkpoints import error_of, flip, step_directory
-from support.commands import write_run
-from typer.testing import CliRunner
+from support.commands import invoke, write_run
 
 from meshwright import Checkpointer, CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint import newest_checkpoint, read_manifest
 from meshwright.checkpoint.directory import retain, tidy
-from meshwright.checkpoint.keys import Key, read_key
 from meshwright.checkpoint.manifest import MANIFEST, SIGNATURE, steps_in
-from meshwright.checkpoint.places import Access, LocalFolder
-from meshwright.cli import main as cli
+from meshwright.checkpoint.places import Access, Key, LocalFolder, read_key
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
 from meshwright_run.run_directory import RunDirectory
@@ -55,13 +52,8 @@ def root(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def _command(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    return result.exit_code, result.output
-
-
 def _verify(*arguments: object) -> tuple[int, str]:
-    return _command("checkpoint", "verify", *arguments)
+    return invoke("checkpoint", "verify", *arguments)
 
 
 def test_what_is_whole_is_read_to_its_last_byte(root: Path) -> None:
@@ -117,7 +109,7 @@ def test_a_key_refuses_what_is_signed_with_another_or_not_at_all(root: Path, tmp
             ("checkpoint", "verify", place),
             ("export", place, tmp_path / "o"),
         ):
-            code, output = _command(*command, *ours)
+            code, output = invoke(*command, *ours)
             assert (code, told in output) == (2, True), output
     assert not (tmp_path / "o").exists()
     # A signature of another checkpoint with the same key.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import error_of
+from support.tiers import mostly_slow
 
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.parity import build_manager
@@ -35,12 +36,7 @@ def _built(config: dict[str, Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:use_custom_fsdp")
 @pytest.mark.parametrize(
     ("ranks", "config", "built"),
-    [
-        (2, OLD_NAME, (1, 2, False, True)),
-        pytest.param(4, ZERO3, (1, 4, False, True), marks=pytest.mark.slow),
-        pytest.param(4, HSDP, (2, 2, False, True), marks=pytest.mark.slow),
-        pytest.param(4, OUTER, (2, 2, True, False), marks=pytest.mark.slow),
-    ],
+    mostly_slow([(2, OLD_NAME, (1, 2, False, True)), (4, HSDP, (2, 2, False, True)), (4, OUTER, (2, 2, True, False))]),
     ids=str,
 )
 def test_instances_are_handed_over_as_dp_replicate_and_may_shard_optimizer_state(

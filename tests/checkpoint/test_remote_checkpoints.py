@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from support.checkpoint_runs import Ended, Runs
-from typer.testing import CliRunner
+from support.commands import invoke
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.remote import RemoteFolder, place_of
-from meshwright.cli import main as cli
 
 pytest.importorskip("s3fs")
 server_of_moto = pytest.importorskip("moto.server")
@@ -86,11 +85,6 @@ def _await_step_2(name: str) -> None:
         time.sleep(0.02)
 
 
-def _command(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, list(arguments))
-    return result.exit_code, result.output
-
-
 def _again(ended: Ended, local: Ended, told: str) -> None:
     """Check that a run resumed, and ended with the weights of the undisturbed one."""
     assert (ended.code, told in ended.output) == (0, True), ended.output
@@ -98,7 +92,7 @@ def _again(ended: Ended, local: Ended, told: str) -> None:
 
 
 def _exported(source: str, output: Path, *more: str) -> Path:
-    code, told = _command("export", *more, source, str(output))
+    code, told = invoke("export", *more, source, str(output))
     assert code == 0, told
     return output
 
@@ -121,9 +115,9 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     assert not (directory / "checkpoints").exists()
 
     # All commands take the URL.
-    code, output = _command("checkpoint", "verify", url)
+    code, output = invoke("checkpoint", "verify", url)
     assert (code, f"{url}/step-00000006: whole" in output) == (0, True)
-    assert _command("checkpoint", "show", url)[0] == 0
+    assert invoke("checkpoint", "show", url)[0] == 0
     out = _exported(f"{url}/step-00000006", tmp_path / "exported")
     assert (out / "model.safetensors").read_bytes() == (local.directory / "model/model.safetensors").read_bytes()
     assert (out / "tokenizer.json").exists()
@@ -134,7 +128,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     ended = runs("killed", "--set", f"resume={url}/step-00000004", **options)
     _again(ended, local, f"going on from {url}/step-00000004, after step 4")
     assert "abandoned-1" in _steps("killed")
-    assert _command("checkpoint", "verify", f"{url}/abandoned-1")[0] == 0
+    assert invoke("checkpoint", "verify", f"{url}/abandoned-1")[0] == 0
 
     # And back to what was set aside, with its metrics.
     for name in ("metrics.jsonl", "summary.json"):
@@ -174,9 +168,9 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
     key.write_bytes(b"k" * 32)
     other.write_bytes(b"o" * 32)
     directory = runs("signed", key_file=str(key), to=url).directory
-    assert "signed with this key" in _command("checkpoint", "verify", url, "--key-file", str(key))[1]
+    assert "signed with this key" in invoke("checkpoint", "verify", url, "--key-file", str(key))[1]
     assert "k" * 32 not in (directory / "run.yaml").read_text()
-    assert _command("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
+    assert invoke("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
 
     # A byte of the newest is changed: it is told, and an older one is taken.
     newest = RemoteFolder(f"{url}/step-00000006")
@@ -184,7 +178,7 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
         content = bytearray(file.read())
     content[-1] ^= 1
     newest.put("tensors-00001.bin", [content])
-    code, output = _command("checkpoint", "verify", url)
+    code, output = invoke("checkpoint", "verify", url)
     assert code == 1
     assert "the contents of tensors-00001.bin have changed since it was written" in output
     (directory / "summary.json").unlink()
@@ -248,7 +242,7 @@ def test_bad_urls_are_refused_before_anything_starts(runs: Runs) -> None:
         ("gs://bucket/x", "needs a package that is not installed"),
         ("s3://no-such-bucket/x", "s3://no-such-bucket/x cannot be read: The specified bucket does not exist"),
     ):
-        code, output = _command("train", str(runs.write("bad", to=to)))
+        code, output = invoke("train", str(runs.write("bad", to=to)))
         assert (code, told in output, "Traceback" in output) == (2, True, False), output
         assert not (runs.directory / "bad").exists()
 

@@ -11,7 +11,6 @@ come, when, and to whom follows from the seed, but for what the machine does mea
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -33,12 +32,21 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
 import yaml  # noqa: E402
 from cluster import netns  # noqa: E402
 from cluster.starts import TORCHRUN, clean, free_port  # noqa: E402
-from kill_sweep import Run, command_of, fingerprint, lives, make_run, ranks_of  # noqa: E402
+from kill_sweep import (  # noqa: E402
+    Run,
+    arguments,
+    command_of,
+    fingerprint,
+    lives,
+    make_run,
+    new_report,
+    ranks_of,
+    shares,
+    write_report,
+)
 from support.replication import ranks_of_agent, spoil  # noqa: E402
 
 from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
@@ -351,7 +359,8 @@ class Chain:
             # Until it was found, or met the others, the run may have done more.
             struck.step = self._progress()
         if kind == "cut for good":
-            self._mend()
+            for node in job.nodes:
+                node.plug()
         since = time.time()
         self._await_step(struck.step + 1, since)
         struck.next_s = round(self._when(struck.step + 1, since) - began, 2)
@@ -375,12 +384,10 @@ class Chain:
     def _hit(self, kind: str, ranks: list[int]) -> bool:
         """Strike; whether all ranks are to live on."""
         job, dice = self.job, self.dice
-        if kind == "rank":
-            os.kill(dice.choice(ranks), signal.SIGKILL)
+        if kind in ("rank", "stop"):
+            os.kill(dice.choice(ranks), signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
         elif kind in ("parent", "agent"):
             os.kill(dice.choice(job.commands).pid, signal.SIGKILL)
-        elif kind == "stop":
-            os.kill(dice.choice(ranks), signal.SIGSTOP)
         elif kind == "pre-emption":
             for each in job.commands:
                 each.terminate()
@@ -428,10 +435,6 @@ class Chain:
         draft.rename(self.job.flip)
         until(lambda: not self.job.flip.exists(), 30)
 
-    def _mend(self) -> None:
-        for node in self.job.nodes:
-            node.plug()
-
     def _check_told(self, kind: str, told: str) -> None:
         if "Traceback" in told and not self.job.nodes:
             raise Broken("a traceback where an error should be")
@@ -447,7 +450,7 @@ class Chain:
             self._restart_ended()
             return self._when(step, since) > 0
 
-        until(look, PATIENCE_S)
+        until(look)
 
     def _restart_ended(self) -> None:
         job = self.job
@@ -523,29 +526,17 @@ def told(struck: Sequence[Struck]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=24)
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser = arguments(__doc__, "--faults", 100, 24, STACKS)
     parser.add_argument("--keep", type=Path, help="directory for the runs, which stay there")
-    parser.add_argument("--stacks", nargs="+", choices=list(STACKS), default=list(STACKS))
     options = parser.parse_args()
     if reason := why_not():
         sys.exit(reason)
-    report: dict[str, Any] = {
-        "command": f"python tests/faults/chain.py --faults {options.faults} --seed {options.seed}",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "watchdog_s": WATCHDOG_S,
-        "stacks": {},
-        "faults": [],
-    }
+    command = f"python tests/faults/chain.py --faults {options.count} --seed {options.seed}"
+    report = new_report(command, watchdog_s=WATCHDOG_S, stacks={}, faults=[])
     every: list[Struck] = []
     temporary = partial(tempfile.TemporaryDirectory, prefix="meshwright-faults-")
     with nullcontext(options.keep) if options.keep else temporary() as workplace:
-        for index, name in enumerate(options.stacks):
-            count = len(options.stacks)
-            faults = options.faults * (index + 1) // count - options.faults * index // count
+        for name, faults in zip(options.chosen, shares(options.count, len(options.chosen)), strict=True):
             result = "metrics and weights of a run that nothing has happened to, bit for bit"
             try:
                 for struck in chain(Path(workplace), name, faults, options.seed):
@@ -557,8 +548,7 @@ def main() -> None:
             report["stacks"][name] = result
             report["faults"] = [asdict(each) for each in every]
             report["times"] = told(every)
-            if options.json is not None:
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(options.json, report)
     sys.stderr.write(f"{json.dumps(report['times'], indent=1)}\n")
     sys.exit(any(each.startswith("failed") for each in report["stacks"].values()))
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -364,45 +364,50 @@ def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[K
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=16)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    options = parser.parse_args()
-    layouts, report = options.layouts, _new_report(options.kills, options.seed)
+    options = arguments(__doc__, "--kills", 40, 16, LAYOUTS).parse_args()
+    command = f"python tests/faults/kill_sweep.py --kills {options.count} --seed {options.seed}"
+    report = new_report(command, steps=STEPS, layouts={}, kills=[])
     with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as workplace:
-        for index, name in enumerate(layouts):
-            count = options.kills * (index + 1) // len(layouts) - options.kills * index // len(layouts)
+        for name, count in zip(options.chosen, shares(options.count, len(options.chosen)), strict=True):
             found = report["layouts"][name] = {"runs": 0, "result": "not ended"}
             try:
                 for kill, runs in sweep(Path(workplace), count, options.seed, name):
                     report["kills"].append(asdict(kill))
                     found["runs"] = runs
                     sys.stderr.write(f"{len(report['kills']):3} {kill}\n")
-                    _write(options.json, report)
+                    write_report(options.json, report)
                 found["result"] = "metrics and weights of a run that was not killed, bit for bit"
             except AssertionError as error:
                 found["result"] = f"failed: {error}"
             sys.stderr.write(f"{name}: {found['result']}\n")
-            _write(options.json, report)
+            write_report(options.json, report)
     sys.exit(any(each["result"].startswith("failed") for each in report["layouts"].values()))
 
 
-def _new_report(kills: int, seed: int) -> dict[str, Any]:
-    return {
-        "command": f"python tests/faults/kill_sweep.py --kills {kills} --seed {seed}",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "steps": STEPS,
-        "layouts": {},
-        "kills": [],
-    }
+def new_report(command: str, **more: Any) -> dict[str, Any]:
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"command": command, "date": time.strftime("%Y-%m-%d"), "versions": versions, **more}
 
 
-def _write(path: Path | None, report: dict[str, Any]) -> None:
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def arguments(text: str | None, what: str, count: int, seed: int, choices: Iterable[str]) -> argparse.ArgumentParser:
+    """Options of a sweep: how many of what strike, a seed, a file for the results, and which are struck."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(what, type=int, default=count, dest="count")
+    parser.add_argument("--seed", type=int, default=seed)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    kind = "--layouts" if what == "--kills" else "--stacks"
+    parser.add_argument(kind, nargs="+", choices=list(choices), default=list(choices), dest="chosen")
+    return parser
+
+
+def shares(count: int, parts: int) -> list[int]:
+    """A number divided into parts that differ by one at most."""
+    return [count * (part + 1) // parts - count * part // parts for part in range(parts)]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.base.errors import CheckpointError, MeshwrightError, StrategyError
 from meshwright.checkpoint import export_checkpoint, load_checkpoint, read_manifest, save_checkpoint
-from meshwright.checkpoint.index import read_index
-from meshwright.checkpoint.payload import read_tensors
+from meshwright.checkpoint.index import read_index, read_tensors
 from meshwright.cli import main as cli
 from meshwright.launch.open_world import open_world
 from meshwright.optim.config import EMAConfig

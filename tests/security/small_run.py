@@ -8,13 +8,9 @@ from typing import Any
 
 import yaml
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+MODEL: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16}
+MODEL |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"vocab_size": 300, "seq_len": 16}
 
 
 def small_run(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -30,12 +26,7 @@ def small_run(directory: Path, **changes: Any) -> dict[str, Any]:
         "batch_size": 2,
         "output_dir": str(directory / "out"),
         "model": MODEL,
-        "data": {
-            "corpus": [str(directory / "corpus.jsonl")],
-            "cache_dir": str(directory / "cache"),
-            "vocab_size": 300,
-            "seq_len": 16,
-        },
+        "data": {"corpus": [str(directory / "corpus.jsonl")], "cache_dir": str(directory / "cache"), **SIZES},
         "checkpoint": {"every": 1},
         **changes,
     }
@@ -54,7 +45,7 @@ def job_values(env: dict[str, Any], **launch: Any) -> dict[str, Any]:
         "strategy": "fsdp2",
         "device": "cpu",
         "model": {"model_type": "llama", "hidden_size": 16},
-        "data": {"seq_len": 16, "vocab_size": 300},
+        "data": SIZES,
         "steps": 100,
         "batch_size": 64,
         "checkpoint": {"every": 10},

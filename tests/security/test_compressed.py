@@ -19,19 +19,18 @@ LIMIT_S, LIMIT_MB = 20.0, 500
 
 
 def _gz(path: Path, size: int) -> Path:
-    with gzip.open(path.with_name(f"{path.name}.gz"), "wb", compresslevel=9) as file:
-        for _ in range(size >> 20):
-            file.write(bytes(1 << 20))
-    return path.with_name(f"{path.name}.gz")
+    made = path.with_name(f"{path.name}.gz")
+    with gzip.open(made, "wb", compresslevel=9) as file:
+        file.writelines([bytes(1 << 20)] * (size >> 20))
+    return made
 
 
 def _zst(path: Path, size: int) -> Path:
-    compressor = zstandard.ZstdCompressor(level=19).compressobj()
-    with path.with_name(f"{path.name}.zst").open("wb") as file:
+    made = path.with_name(f"{path.name}.zst")
+    with zstandard.open(made, "wb", cctx=zstandard.ZstdCompressor(level=19)) as file:
         for _ in range(size >> 20):
-            file.write(compressor.compress(bytes(1 << 20)))
-        file.write(compressor.flush())
-    return path.with_name(f"{path.name}.zst")
+            file.write(bytes(1 << 20))
+    return made
 
 
 def _parquet(path: Path, size: int) -> Path:

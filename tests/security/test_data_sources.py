@@ -52,6 +52,8 @@ def test_the_readme_of_a_dataset_names_no_files_of_others(files: Any, streaming:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret.txt").write_text("secret\n")
+    with pytest.raises(DataError, match="which is not of the dataset"):
+        open_dataset(_dataset(tmp_path / "other", data_dir="../outside"), streaming=streaming)
     with socket.create_server(("127.0.0.1", 0)) as server:
         text = json.dumps(files).replace("OUTSIDE", str(outside)).replace("PORT", str(server.getsockname()[1]))
         with pytest.raises(DataError, match="which is not of the dataset"):
@@ -59,13 +61,6 @@ def test_the_readme_of_a_dataset_names_no_files_of_others(files: Any, streaming:
         server.settimeout(0)
         with pytest.raises(BlockingIOError):
             server.accept()
-
-
-def test_a_directory_of_a_readme_is_within_the_dataset(tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret.txt").write_text("secret\n")
-    with pytest.raises(DataError, match="which is not of the dataset"):
-        open_dataset(_dataset(tmp_path / "dataset", data_dir="../outside"))
 
 
 @pytest.mark.parametrize("config", [{}, {"data_files": "own.txt"}, {"data_files": [{"split": "train", "path": "o*"}]}])
@@ -128,36 +123,25 @@ def test_a_tokenizer_is_of_a_tokenizers_class(
         assert "is no class of a tokenizer" in told
 
 
-def test_a_tokenizer_of_a_known_class_is_loaded(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_a_known_class_is_loaded_and_transformers_never_asks(tokenizer: Path, tmp_path: Path) -> None:
     for name in ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "NotKnown"):
         place = tmp_path / name
         shutil.copytree(tokenizer, place)
         _change(place / "tokenizer_config.json", tokenizer_class=name)
         _change(place / "config.json", model_type="gpt2", vocab_size=300)
         assert load_tokenizer(place).eos_token_id == 0, name
-
-
-def test_transformers_never_asks_whether_to_run_code(tokenizer: Path, tmp_path: Path) -> None:
-    shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    _change(tmp_path / "tokenizer" / "config.json", model_type="gpt2", vocab_size=300)
-    load_tokenizer(tmp_path / "tokenizer")
     assert importlib.import_module("transformers.dynamic_module_utils").TIME_OUT_REMOTE_CODE == 0
 
 
-@pytest.mark.parametrize("value", ["x", None, [1], {}])
-def test_a_length_that_is_no_number_is_refused(value: Any, tokenizer: Path, tmp_path: Path) -> None:
-    shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    _change(tmp_path / "tokenizer" / "tokenizer_config.json", model_max_length=value)
-    if value is None:
-        load_tokenizer(tmp_path / "tokenizer")
-        return
-    with pytest.raises(DataError, match=r"has model_max_length=.*, which is no number"):
-        load_tokenizer(tmp_path / "tokenizer")
-
-
-def test_a_number_far_above_the_others_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+def test_numbers_that_are_none_or_too_large_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     place = tmp_path / "tokenizer"
     shutil.copytree(tokenizer, place)
+    for value in ("x", [1], {}):
+        _change(place / "tokenizer_config.json", model_max_length=value)
+        with pytest.raises(DataError, match=r"has model_max_length=.*, which is no number"):
+            load_tokenizer(place)
+    _change(place / "tokenizer_config.json", model_max_length=None)
+    load_tokenizer(place)
     content = json.loads((place / "tokenizer.json").read_text())
     content["model"]["vocab"]["a"] = 5_000_000
     (place / "tokenizer.json").write_text(json.dumps(content))

@@ -17,7 +17,7 @@ from support.commands import command
 
 from meshwright._compat import peft as peft_compat
 from meshwright.base.errors import ConfigError, DataError, ModelError
-from meshwright.checkpoint.keys import read_key
+from meshwright.checkpoint.places import read_key
 from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.configuration import digest_of_code
@@ -72,24 +72,14 @@ def test_a_template_that_does_not_end_is_refused(marks: str, monkeypatch: pytest
         (template.write_marked if marks else template.write)(conversation)
 
 
-def _lora(**options: Any) -> Any:
-    return pytest.importorskip("peft").LoraConfig(r=2, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": SLOW},
-        {"target_modules": ["q_proj"], "exclude_modules": SLOW},
-        {"target_modules": ["q_proj"], "rank_pattern": {SLOW: 2}},
-        {"target_modules": ["q_proj"], "alpha_pattern": {SLOW: 2}},
-    ],
-)
-def test_a_pattern_that_does_not_end_is_refused(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft_compat, "AT_MOST_S", 0.01)
-    model = tiny_model("llama")
+    options: dict[str, Any] = {"target_modules": ["q_proj"]}
+    options[name] = SLOW if name.endswith("modules") else {SLOW: 2}
+    adapter = pytest.importorskip("peft").LoraConfig(r=2, **options)
     with pytest.raises(ModelError, match=r"matching its patterns .* took longer than 0\.01 seconds"):
-        with_adapter(model, None, _lora(**options), seed=0)
+        with_adapter(tiny_model("llama"), None, adapter, seed=0)
 
 
 # -- pipes and devices
@@ -120,15 +110,12 @@ def test_a_pipe_is_not_waited_for_and_a_device_not_read_to_its_end(kind: str, tm
     path = tmp_path / NAMES.get(kind, "file.txt")
     os.mkfifo(path)
     _in_time(READERS[kind], path)
+    if kind == "code":
+        with pytest.raises(ModelError, match=r"model\.py cannot be read: it is no file"):
+            digest_of_code(tmp_path)
     path.unlink()
     path.symlink_to("/dev/zero")
     _in_time(READERS[kind], path)
-
-
-def test_code_that_is_no_file_is_told(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.py")
-    with pytest.raises(ModelError, match=r"model\.py cannot be read: it is no file"):
-        digest_of_code(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["chat template", "key", "small file"])

@@ -27,27 +27,19 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from security.small_run import small_run
+from support.checkpoints import reseal
+from support.commands import MODEL
 
 HERE = Path(__file__).resolve()
 TIME_LIMIT_S = 120
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command, or a call, on files that hold code.
+    """A command, or a call of the function that the first argument names, on files that hold code; and what it prints.
 
-    Attributes:
-        arguments: of the command line; the first may be "from_pretrained" or "load_checkpoint" for a call.
-        code: exit code.
-        told: a pattern that is found in the output.
+    The exit code of -1 may be any that a command has.
     """
 
     arguments: tuple[str, ...]
@@ -186,34 +178,17 @@ class _Files:
         self.root, self.mark = root, mark
         _code(root, mark)
         words = [f"{3 * n % 17} is {'even' if n % 2 else 'odd'}" for n in range(400)]
-        (root / "corpus.txt").write_text(", ".join(words), encoding="utf-8")
+        (root / "code.txt").write_text(", ".join(words), encoding="utf-8")
         code = "{{ ''.__class__.__mro__[1].__subclasses__() }} $(touch " + str(mark) + ") ${jndi:x}"
-        (root / "corpus.jsonl").write_text(json.dumps({"text": f"{code} " * 40}) + "\n", encoding="utf-8")
+        (root / "code.jsonl").write_text(json.dumps({"text": f"{code} " * 40}) + "\n", encoding="utf-8")
         self.run = self.run_file("run.yaml")
-        data = {"corpus": [str(root / "corpus.*")], "cache_dir": str(root / "cache"), "seq_len": 16}
         # For a tokenizer that is given.
-        self.run_as_is = self.run_file("as-is.yaml", data=data)
+        self.run_as_is = self.run_file("as-is.yaml", data={"cache_dir": str(root / "cache"), "seq_len": 16})
 
     def run_file(self, name: str, **values: Any) -> Path:
-        content = {
-            "strategy": "single",
-            "nproc": 1,
-            "threads_per_rank": 1,
-            "device": "cpu",
-            "output_dir": str(self.root / "out"),
-            "model": MODEL,
-            "data": {
-                "corpus": [str(self.root / "corpus.txt"), str(self.root / "corpus.jsonl")],
-                "cache_dir": str(self.root / "cache"),
-                "vocab_size": 300,
-                "seq_len": 16,
-            },
-            "steps": 2,
-            "batch_size": 2,
-            "checkpoint": {"every": 1},
-            "sample": {"prompt": "4 is ", "max_new_tokens": 2},
-            **values,
-        }
+        sample = {"prompt": "4 is ", "max_new_tokens": 2}
+        content = {**small_run(self.root), "model": MODEL, "sample": sample, **values}
+        content["data"]["corpus"] = [str(self.root / "code.*")]
         path = self.root / name
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path
@@ -237,48 +212,30 @@ class _Files:
 
 
 def _models(files: _Files) -> Iterator[tuple[str, Case]]:
-    own_type = files.model("own-type")
+    own_type, known, kernels, pickled = (files.model(name) for name in ("own-type", "known", "kernels", "pickled"))
     _change(own_type / "config.json", model_type="evil", auto_map=AUTO_MAP)
-    yield (
-        "model type of its own: train",
-        Case(files.train("o1", f"model={{path: {own_type}}}", run=files.run_as_is), 2, "code of its own"),
-    )
-    yield "model type of its own: call", Case(("from_pretrained", str(own_type)), 2, "code of its own")
-    known = files.model("known-type")
+    # transformers has these classes, and takes its own.
     _change(known / "config.json", auto_map=AUTO_MAP, custom_generate=str(known))
     _change(known / "generation_config.json", custom_generate=str(known), auto_map=AUTO_MAP)
     _change(known / "tokenizer_config.json", auto_map=AUTO_MAP)
-    # transformers has these classes, and takes its own.
-    yield (
-        "code beside a known type: train",
-        Case(files.train("o2", f"model={{path: {known}}}", run=files.run_as_is), 0, "written"),
-    )
-    yield "code beside a known type: call", Case(("from_pretrained", str(known)), 0)
-    kernels = files.model("kernels")
     _change(kernels / "config.json", attn_implementation="evil/kernels")
-    yield (
-        "kernels of the hub: train",
-        Case(files.train("o3", f"model={{path: {kernels}}}", run=files.run_as_is), 2, "asks for code of the"),
-    )
-    yield "kernels of the hub: call", Case(("from_pretrained", str(kernels)), 2, "asks for code of the")
-    pickled = files.model("pickled")
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(files.mark)))
-    yield (
-        "pickled weights: train",
-        Case(files.train("o4", f"model={{path: {pickled}}}", run=files.run_as_is), 2, "not opened unless you ask"),
-    )
-    yield "pickled weights: call", Case(("from_pretrained", str(pickled)), 2, "not opened unless you ask")
-    yield (
-        "pickled weights, asked for: call",
-        Case(("from_pretrained", str(pickled), "allow_pickle"), 2, "holds no plain weights"),
-    )
-    for number, outside in enumerate(
-        ("../out/model/model.safetensors", str(files.root / "out/model/model.safetensors"))
+    for path, code, told in (
+        (own_type, 2, "code of its own"),
+        (known, 0, ""),
+        (kernels, 2, "asks for code of the"),
+        (pickled, 2, "not opened unless you ask"),
     ):
+        train = files.train(f"of-{path.name}", f"model={{path: {path}}}", run=files.run_as_is)
+        yield f"{path.name}: train", Case(train, code, told or "written")
+        yield f"{path.name}: call", Case(("from_pretrained", str(path)), code, told)
+    asked_for = ("from_pretrained", str(pickled), "allow_pickle")
+    yield "pickled weights, asked for: call", Case(asked_for, 2, "holds no plain weights")
+    for number, outside in enumerate(("..", str(files.root))):
         index = files.model(f"index-{number}")
         (index / "model.safetensors").rename(index / "other.safetensors")
-        weights = {"weight_map": {"lm_head.weight": outside}}
+        weights = {"weight_map": {"lm_head.weight": f"{outside}/out/model/model.safetensors"}}
         (index / "model.safetensors.index.json").write_text(json.dumps(weights))
         yield f"weights elsewhere, {number}: call", Case(("from_pretrained", str(index)), 2, "not in its own directory")
 
@@ -360,24 +317,17 @@ def _data(files: _Files) -> Iterator[tuple[str, Case]]:
 
 
 def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
-    from support.checkpoints import reseal
-
-    crafted = []
     index = files.copy("out/checkpoints/step-00000002", "crafted-index")
     (index / "index.json").write_bytes(pickle.dumps(_Payload(files.mark)))
-    crafted.append((index, "is no index"))
-    for path, told in crafted:
-        reseal(path)
-        commands = {
-            "checkpoint show": ("checkpoint", "show", str(path)),
-            "export": ("export", str(path), str(files.root / f"exported-{path.name}")),
-            "call": ("load_checkpoint", str(path)),
-            "train": files.train(f"resumed-{path.name}", f"resume={path}"),
-        }
-        # A run of another model is refused before it looks at the index.
-        expected = {"checkpoint show": (1, told), "train": (-1, "")}
-        for name, arguments in commands.items():
-            yield f"{path.name}: {name}", Case(arguments, *expected.get(name, (2, told)))
+    reseal(index)
+    for arguments, code in (
+        (("checkpoint", "show", str(index)), 1),
+        (("export", str(index), str(files.root / "exported-index")), 2),
+        (("load_checkpoint", str(index)), 2),
+    ):
+        yield f"crafted-index: {arguments[0]}", Case(arguments, code, "is no index")
+    # A run of another model is refused before it looks at the index.
+    yield "crafted-index: train", Case(files.train("resumed-index", f"resume={index}"), -1)
     config = files.copy("out/checkpoints/step-00000002", "crafted-config")
     _code(config / "huggingface", files.mark)
     _change(config / "huggingface/config.json", model_type="evil", auto_map=AUTO_MAP)
@@ -387,52 +337,32 @@ def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
     yield "crafted-config: export", Case(arguments, 2, "code of its own")
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, int, str]]:
-    root = tmp_path_factory.mktemp("files")
+@pytest.mark.slow
+def test_no_file_runs_anything_under_any_command_though_y_is_answered(tmp_path: Path) -> None:
+    root = tmp_path
     files = _Files(root, root / "ran")
 
     def run(cases: dict[str, Case]) -> dict[str, tuple[int, str]]:
         (root / "cases.json").write_text(json.dumps({name: case.arguments for name, case in cases.items()}))
         arguments = [sys.executable, str(HERE), str(root / "cases.json"), str(root / "results.json")]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
-        }
+        own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+        environment = {**os.environ, **own}
         subprocess.run(arguments, cwd=root, check=True, env=environment, timeout=1200)
         found: dict[str, tuple[int, str]] = json.loads((root / "results.json").read_text())
         return found
 
     # What is in order trains, with the corpus that holds code.
-    plain = {"a run that is in order": Case(("train", str(files.run)), 0, "written")}
-    (code, output), *_ = run(plain).values()
+    (code, output), *_ = run({"a run that is in order": Case(("train", str(files.run)), 0)}).values()
     assert code == 0, output
-    makers: list[Callable[[_Files], Iterator[tuple[str, Case]]]] = [
-        _models,
-        _tokenizers,
-        _settings,
-        _data,
-        _checkpoints,
-    ]
+    makers: list[Callable[[_Files], Iterator[tuple[str, Case]]]]
+    makers = [_models, _tokenizers, _settings, _data, _checkpoints]
     cases = {name: case for make in makers for name, case in make(files)}
     found = run(cases)
-    return {name: (case, *found[name]) for name, case in cases.items()} | {
-        "mark": (plain.popitem()[1], 0, str(files.mark))
-    }
-
-
-@pytest.mark.slow
-def test_no_file_runs_anything_under_any_command_though_y_is_answered(
-    outcomes: dict[str, tuple[Case, int, str]],
-) -> None:
-    mark = Path(outcomes.pop("mark")[2])
-    assert not mark.exists()
-    assert len(outcomes) >= 30
+    assert not files.mark.exists()
+    assert len(cases) >= 30
     wrong = {}
-    for name, (case, code, output) in outcomes.items():
-        text = " ".join(output.split())
+    for name, case in cases.items():
+        code, text = found[name][0], " ".join(found[name][1].split())
         expected = (0, 1, 2) if case.code == -1 else (case.code,)
         is_right = code in expected and re.search(case.told, text) and "Traceback" not in text
         if not is_right or "run the custom code" in text:

@@ -22,7 +22,7 @@ import torch
 import transformers
 import yaml
 from pydantic import BaseModel
-from support.bounded import PATIENCE_S, bounded
+from support.bounded import PATIENCE_S, bounded, check_refusal
 from support.commands import LAUNCHER_VARIABLES, MODEL, command, write_run
 from support.odd_run_files import ODD, OddRunFiles, RunFile, places, put
 from typer.testing import CliRunner
@@ -62,9 +62,8 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def check_told(error: MeshwrightError) -> None:
+    check_refusal(error)
     assert error.exit_code == 2
-    assert "Traceback" not in str(error)
-    assert all(each.isprintable() or each in "\n\t" for each in str(error)), repr(error)
 
 
 # -- single values
@@ -116,14 +115,12 @@ def test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is() -> None:
 
 
 def _options_of_optimizers() -> list[tuple[type[Any], str]]:
-    classes = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
-    stepped = [
-        each for each in classes if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
-    ]
+    base = torch.optim.Optimizer
+    classes = [each for each in vars(torch.optim).values() if inspect.isclass(each) and issubclass(each, base)]
     return [
         (cls, name)
-        for cls in stepped
-        if not needs_closure(cls)
+        for cls in classes
+        if cls is not base and not needs_closure(cls)
         for name in inspect.signature(cls).parameters
         if name not in ("params", "lr", "weight_decay")
     ]
@@ -187,24 +184,17 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     for number in range(count):
         file = files[number]
         path.write_bytes(file.content)
+        outcome = "refused as they are read"
         try:
             with bounded((number, file)):
-                counts["refused as they are read"] += 1
                 config = load_run(path, file.assignments)
-                counts["refused as they are read"] -= 1
-                counts["refused by their strategy"] += 1
-                claims = get_registry().get(config.strategy).axes
-                ranks = config.processes(claims, 0)
-                resolve(
-                    config.strategy,
-                    config,
-                    ranks,
-                    config=config.strategy_config,
-                    wrapper_config=config.wrapper_config,
-                )
-                counts["refused by their strategy"] -= 1
+                outcome = "refused by their strategy"
+                ranks = config.processes(get_registry().get(config.strategy).axes, 0)
+                options = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
+                resolve(config.strategy, config, ranks, **options)
         except MeshwrightError as error:
             check_told(error)
+            counts[outcome] += 1
             continue
         counts["accepted"] += 1
         if not file.assignments:
@@ -265,11 +255,11 @@ def in_process(path: Path, file: RunFile) -> RunConfig | None:
             return result.exception.config
         if not isinstance(result.exception, SystemExit):
             raise result.exception or AssertionError("it has ended without an error")
-    check_refusal(file, result.exit_code, result.stdout, result.stderr)
+    check_output(file, result.exit_code, result.stdout, result.stderr)
     return None
 
 
-def check_refusal(file: RunFile, code: int, stdout: str, stderr: str) -> None:
+def check_output(file: RunFile, code: int, stdout: str, stderr: str) -> None:
     assert (code, stdout) == (2, ""), (file, stderr)
     assert [line[:7] for line in stderr.splitlines()].count("error: ") == 1, (file, stderr)
     assert "Traceback" not in stderr, (file, stderr)
@@ -342,4 +332,4 @@ def test_a_sample_of_processes_ends_as_in_this_one(
         if kind == "trains" and done.returncode == 0:
             assert "written" in done.stdout
         else:
-            check_refusal(file, done.returncode, "" if kind == "trains" else done.stdout, done.stderr)
+            check_output(file, done.returncode, "" if kind == "trains" else done.stdout, done.stderr)

@@ -49,22 +49,15 @@ def _expanded(text: str) -> str:
     return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else WORLD.get(m[2], m[0]), text)
 
 
-def _tool(place: Path, name: str, text: str) -> None:
-    (place / name).write_text(f"#!/bin/bash\n{text}\n")
-    (place / name).chmod(0o755)
-
-
 def _run(script: str, place: Path, **environment: str) -> tuple[list[str], dict[str, str]]:
     """What the shell calls Python with, and in which environment."""
     record = 'printf "%s\\0" "$@" > "$OUT/words"; env -0 > "$OUT/env"'
-    for name in ("python", "interpreter"):
-        _tool(place, name, record)
-    _tool(place, "srun", 'while [ "$1" != bash ]; do shift; done; exec "$@"')
+    srun = 'while [ "$1" != bash ]; do shift; done; exec "$@"'
+    for name, text in (("python", record), ("interpreter", record), ("srun", srun)):
+        (place / name).write_text(f"#!/bin/bash\n{text}\n")
+        (place / name).chmod(0o755)
     path = f"{place}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], env={"PATH": path, "OUT": str(place), **environment}, cwd=place, check=False
-    )
-    assert done.returncode == 0
+    subprocess.run(["bash", "-c", script], env={"PATH": path, "OUT": str(place), **environment}, cwd=place, check=True)
     assert not (place / "PWNED").exists()
     words = (place / "words").read_text().split("\0")[:-1]
     found = dict(each.partition("=")[::2] for each in (place / "env").read_text().split("\0")[:-1])
@@ -76,16 +69,14 @@ def test_slurm(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     here = tmp_path / (RESERVED.sub("_", text) + "x")
     here.mkdir()
     monkeypatch.chdir(here)
-    (files,) = [files_of(_job("slurm", text, python="interpreter", slurm={"partition": text}), "slurm")]
-    script = files["job.sbatch"]
+    script = files_of(_job("slurm", text, python="interpreter", slurm={"partition": text}), "slurm")["job.sbatch"]
     lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     options = dict(word.partition("=")[::2] for line in lines for word in [" ".join(shlex.split(line))])
     assert all(len(shlex.split(line)) == 1 for line in lines)
     assert options["--chdir"] == str(here)
     assert options["--partition"] == text
-    assert re.sub("%(%|x|j)", lambda m: {"%": "%", "x": "NAME", "j": "7"}[m[1]], options["--output"]) == str(
-        here / "launch" / "run" / "NAME-7.log"
-    )
+    log = re.sub("%(%|x|j)", lambda m: {"%": "%", "x": "NAME", "j": "7"}[m[1]], options["--output"])
+    assert log == str(here / "launch" / "run" / "NAME-7.log")
     words, environment = _run(script, tmp_path)
     assert words == ["-m", "meshwright", "train", str(here / "launch" / "run" / "run.yaml")]
     assert environment["VALUE"] == text

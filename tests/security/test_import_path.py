@@ -26,6 +26,14 @@ with open({mark!r}, "a") as file:
 raise ImportError("a module of the current directory")
 """
 
+SCRIPT = """
+import sys
+import meshwright_run.launch.local as local
+def main(store): import torch
+if __name__ == '__main__':
+    sys.exit(local.launch(main, (), nproc=2))
+"""
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
@@ -38,7 +46,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def _run(place: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     # A clone's packages, which are found by absolute paths.
     path = os.pathsep.join(each for each in sys.path if each and os.path.isabs(each))
     environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
@@ -100,13 +108,7 @@ def test_ranks_of_another_launcher_and_their_companions(place: Path) -> None:
 def test_a_run_that_python_starts(place: Path) -> None:
     script = place.parent / "script" / "main.py"
     script.parent.mkdir()
-    script.write_text(
-        "import sys\n"
-        "import meshwright_run.launch.local as local\n"
-        "def main(store): import torch\n"
-        "if __name__ == '__main__':\n"
-        "    sys.exit(local.launch(main, (), nproc=2))\n"
-    )
+    script.write_text(SCRIPT)
     _passes(place, sys.executable, str(script))
 
 

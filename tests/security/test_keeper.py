@@ -151,12 +151,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return found
 
 
-def test_the_directory_is_the_users_alone(place: Path) -> None:
-    path = socket_path("name")
-    assert path.parent.parent == place
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
 @pytest.mark.parametrize("how", ["open", "link", "file", "owner"])
 def test_a_directory_that_another_user_has_made_is_refused(
     place: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -215,13 +209,13 @@ def test_another_user_does_not_reach_the_socket(place: Path) -> None:
     listener.close()
 
 
-def test_one_keeper_for_one_name_and_dead_ones_leave_nothing(place: Path) -> None:
+def test_one_keeper_for_one_name_in_a_directory_of_the_users_alone_and_dead_ones_leave_nothing(place: Path) -> None:
     path = socket_path("name")
+    assert path.parent.parent == place
+    assert path.parent.stat().st_mode & 0o777 == 0o700
     dead = path.with_name("dead.sock")
-    code = (
-        f"from pathlib import Path; from meshwright_replicate import socket_file as s; s.listen_at(Path({str(dead)!r}))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, pathlib, meshwright_replicate.socket_file as s; s.listen_at(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(dead)], check=True)
     assert dead.exists()
     first = listen_at(path)
     assert first is not None

@@ -20,28 +20,18 @@ def _sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 
 
-def test_a_handle_sends_to_its_process_and_sees_its_end() -> None:
-    process = _sleeper()
-    handle = Handle(process.pid, identity_of(process.pid))
-    assert handle.is_alive()
-    handle.send(signal.SIGKILL)
-    assert process.wait(20) == -signal.SIGKILL
-    assert not handle.is_alive()
-    # Its number may be another's from now on.
-    handle.send(signal.SIGKILL)
-    handle.close()
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files of processes here")
-def test_a_handle_does_not_send_to_who_has_the_number_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_sends_to_its_process_and_not_to_who_has_the_number_later(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     ended = _sleeper()
     handle = Handle(ended.pid, identity_of(ended.pid))
-    ended.kill()
-    ended.wait()
-    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    assert handle.is_alive()
     handle.send(signal.SIGKILL)
+    assert ended.wait(20) == -signal.SIGKILL
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
     assert not handle.is_alive()
+    handle.send(signal.SIGKILL)
+    handle.close()
     # A process that has the number already when the handle is made.
     other = _sleeper()
     late = Handle(other.pid, identity_of(os.getpid()))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,9 +26,9 @@ TIME_LIMIT_S = 240.0
 LOOP = """
 import time
 import torch
-from meshwright.mesh.world import open_world
+import meshwright as mw
 
-with open_world("cpu"):
+with mw.open_world("cpu"):
     torch.distributed.barrier()
     time.sleep(3)
 """
@@ -47,43 +47,37 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def watched(
-    *commands: tuple[list[str], dict[str, str]], until: Callable[[str, int], bool] | None = None
+    *commands: tuple[list[str], dict[str, str]], until: int | None = None
 ) -> tuple[list[int | None], str, dict[str, int]]:
     """Exit codes, output, and every address on which the commands, or what they have started, were seen waiting.
 
-    Args:
-        commands: with their environments; run at the same time.
-        until: of the output and the number of addresses so far: when to end commands that do not end soon.
+    The commands run at the same time, until they end, or have so many addresses.
     """
-    logs = [Path(f"/tmp/meshwright-sockets-{os.getpid()}-{n}") for n in range(len(commands))]
+    log = Path(f"/tmp/meshwright-sockets-{os.getpid()}")
     started = []
     found: dict[str, int] = {}
     try:
-        for (command, environ), log in zip(commands, logs, strict=True):
-            with log.open("wb") as file:
+        for command, environ in commands:
+            with log.open("ab") as file:
                 started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ))
         deadline = time.monotonic() + TIME_LIMIT_S
         while any(each.poll() is None for each in started):
-            assert time.monotonic() < deadline, "".join(each.read_text() for each in logs)
-            is_over = until is not None and until("".join(each.read_text() for each in logs), len(found))
+            assert time.monotonic() < deadline, log.read_text()
+            is_over = until is not None and len(found) >= until
+            # What opens a socket a little later is seen, too.
+            time.sleep(1 if is_over else 0.05)
             for each in started:
                 found |= listening(descendants(each.pid))
             if is_over:
-                # What opens a socket a little later is seen, too.
-                time.sleep(1)
-                for each in started:
-                    found |= listening(descendants(each.pid))
                 break
-            time.sleep(0.05)
-        return [each.poll() for each in started], "".join(each.read_text() for each in logs), found
+        return [each.poll() for each in started], log.read_text(), found
     finally:
         for each in started:
             each.terminate()
             with suppress(subprocess.TimeoutExpired):
                 each.wait(20)
             each.kill()
-        for log in logs:
-            log.unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
 
 
 def meshwright(*arguments: str) -> list[str]:
@@ -127,21 +121,18 @@ def test_other_commands_wait_on_loopback_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = meshwright(*(each.replace("PORT", str(free_port())) for each in arguments))
-    _, output, found = watched((command, environment()), until=lambda _, number: number >= sockets)
+    _, output, found = watched((command, environment()), until=sockets)
     assert len(found) >= sockets, output
     assert not beyond_loopback(found)
 
 
 @pytest.mark.slow
 def test_ranks_of_another_launcher_wait_where_it_says(tmp_path: Path) -> None:
-    program = tmp_path / "loop.py"
+    program, port = tmp_path / "loop.py", str(free_port())
     program.write_text(LOOP)
-    port = str(free_port())
     of_all = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    commands = [
-        ([sys.executable, str(program)], environment(**of_all, RANK=str(rank), LOCAL_RANK=str(rank)))
-        for rank in range(2)
-    ]
+    environments = [environment(**of_all, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    commands = [([sys.executable, str(program)], each) for each in environments]
     codes, output, found = watched(*commands)
     assert codes == [0, 0], output
     assert f"127.0.0.1:{port}" in found

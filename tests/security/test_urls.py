@@ -9,12 +9,11 @@ from pathlib import Path
 import fsspec
 import pytest
 from security.small_run import write_small_run
-from typer.testing import CliRunner
+from support.commands import invoke
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.places import DEFAULT, LocalFolder
 from meshwright.checkpoint.remote import PROTOCOLS, RemoteFolder, is_url, place_of
-from meshwright.cli import main as cli
 
 # What older versions of fsspec render with Jinja, without a sandbox.
 TEMPLATE = json.dumps({"version": 1, "templates": {"u": "{{ ''.__class__ }}"}, "gen": [], "refs": {}})
@@ -82,6 +81,6 @@ def test_every_command_that_takes_a_url_refuses_it(arguments: tuple[str, ...], t
         command = [arguments[0], str(run), *(each.format(url=url) for each in arguments[1:])]
     else:
         command = [*arguments, url, *([str(tmp_path / "exported")] if arguments[0] == "export" else [])]
-    result = CliRunner().invoke(cli.app, command)
-    assert (result.exit_code, "not opened" in result.output) == (2, True), result.output
+    code, output = invoke(*command)
+    assert (code, "not opened" in output) == (2, True), output
     assert not (tmp_path / "out").exists()

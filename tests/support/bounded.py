@@ -49,6 +49,13 @@ def bounded(case: Any) -> Iterator[None]:
     assert grown < GROWTH, f"{grown / 1e9:.1f} GB for {case}"
 
 
+def check_refusal(error: MeshwrightError) -> None:
+    """Check that an error is a message for a user, as text that steers no terminal."""
+    assert error.exit_code in (1, 2)
+    assert "Traceback" not in str(error)
+    assert all(each.isprintable() or each in "\n\t" for each in str(error)), repr(error)
+
+
 def _ring(*_: Any) -> None:
     raise Endless
 

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import yaml
+from typer.testing import CliRunner
+
+from meshwright.cli import main as cli
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MODEL = {
@@ -51,6 +54,12 @@ def write_run(directory: Path) -> Path:
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    """Run a command in this process; return its exit code and output."""
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
+    return result.exit_code, result.output
 
 
 def command(

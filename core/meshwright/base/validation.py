@@ -119,10 +119,9 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
         findings: dict[str, list[str]] = {}
         found = error.errors()
         for finding in found:
-            if _is_of_another_kind(finding, found):
-                continue
-            path, message = _finding(model_cls, finding)
-            findings.setdefault(path, []).append(message)
+            if not _is_of_another_kind(finding, found):
+                path, message = _finding(model_cls, finding)
+                findings.setdefault(path, []).append(message)
         lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
         raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
 
@@ -220,22 +219,16 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
     inside: list[type[BaseModel]] = [model_cls]
     annotation: Any = None
     for part in location:
-        if inside and _is_union(annotation):
+        if _is_union(annotation):
             # The name of an alternative, not a key.
             inside = [cls for cls in inside if cls.__name__ in re.findall(r"\w+", str(part))]
             annotation = None
             continue
-        if inside:
-            holder = inside[0]
+        holder = inside[0] if inside else None
+        if holder is not None:
             field = _fields(holder).get(str(part))
             annotation = field.annotation if field else None
             inside = _models_in(annotation)
-        elif _is_union(annotation):
-            # The name of an alternative, not a key.
-            annotation = None
-            continue
-        else:
-            holder = None
         if part != "[key]":
             keys.append(str(part))
     return keys, holder

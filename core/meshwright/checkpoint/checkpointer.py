@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,12 +21,11 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..files.terminal import warn
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
-from .agreement import Agreement
 from .directory import EVALUATIONS, retain, tidy
 from .manifest import step_name
 from .places import Folder
 from .remote import place_of
-from .saving import Saving, content_of, described, own_group
+from .saving import Agreement, Saving, content_of, described, error_of_first, own_group
 
 OnError = Literal["stop", "continue"]
 
@@ -96,7 +96,7 @@ class Checkpointer:
         self._manager = manager
         world = manager.mesh.world
         self.root = world.together(lambda: place_of(root))
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._retain = partial(retain, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, of_set=best_of)
         self.keep_best, self.best_of = keep_best, best_of
         self._asynchronous, self._on_error, self._tokenizer = asynchronous, on_error, tokenizer
         self._group, self._agreement = new_group("gloo"), Agreement()
@@ -125,13 +125,9 @@ class Checkpointer:
         self.wait()
         began = time.monotonic()
         try:
+            values = {**(extra or {}), EVALUATIONS: dict(evaluations or {})}
             content = content_of(
-                self._manager,
-                self._group,
-                step=step,
-                scheduler=scheduler,
-                extra={**(extra or {}), EVALUATIONS: dict(evaluations or {})},
-                agreement=self._agreement,
+                self._manager, self._group, step=step, scheduler=scheduler, extra=values, agreement=self._agreement
             )
             saving = Saving(self._manager, self.place(step), self._group, content, self._tokenizer)
         except CheckpointError as error:
@@ -179,30 +175,19 @@ class Checkpointer:
         try:
             saving.write()
             self.saved, self.seconds = step, max(self.seconds, time.monotonic() - began)
-            self._error = self._retained(step)
+            self._error = error_of_first(self._group, lambda: self._remove_older(step))
         except CheckpointError as error:
             self._error = error
         except Exception as error:
             # Another rank is gone.
             self._error = CheckpointWriteError(f"a checkpoint failed: {described(error)}")
 
-    def _retained(self, step: int) -> CheckpointError | None:
-        """Remove older checkpoints; return the error, on all ranks. Collective."""
-        box: list[CheckpointError | None] = [None]
-        if self._manager.mesh.rank == 0:
-            try:
-                retain(
-                    self.root,
-                    newest=step,
-                    keep_last=self._keep_last,
-                    keep_every=self._keep_every,
-                    keep_best=self.keep_best,
-                    of_set=self.best_of,
-                )
-            except (CheckpointError, OSError) as error:
-                box[0] = CheckpointWriteError(f"older checkpoints in {self.root} cannot be removed: {described(error)}")
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
+    def _remove_older(self, step: int) -> None:
+        try:
+            self._retain(self.root, newest=step)
+        except (CheckpointError, OSError) as error:
+            message = f"older checkpoints in {self.root} cannot be removed: {described(error)}"
+            raise CheckpointWriteError(message) from error
 
     def _report(self, error: CheckpointError) -> None:
         if self._on_error == "stop":

@@ -1,21 +1,50 @@
-"""The checkpoints of a run: which are kept, moved aside, and removed. This module imports no torch."""
+"""The checkpoints of a run: written complete or not at all, kept, moved aside, and removed.
+
+[Note: complete or absent] A checkpoint is written into `NAME.writing`. When all files are on disk, the manifest, with
+the size and checksum of each, is added and the directory is renamed to NAME. So a directory of that name was complete
+once. If it lost or changed something since, its manifest shows it, and it is never loaded. The manifest holds its own
+checksum and must be exactly what `json.dumps` writes. Files that it does not name are never read. Object stores have no
+rename: there a checkpoint is complete when it has a manifest, which is written last and removed first.
+
+[Note: swap, then remove] A checkpoint that is replaced is renamed to `NAME.replaced`, then the new one gets its name,
+and then the old one is removed. After a crash in between, one of both is complete next to NAME, and `recover` renames
+it. Readers do not: the writer may be alive.
+
+After a temporary error a file is written again from its first byte, since a file system reports only once what it could
+not bring to disk. This module imports no torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..base.errors import CheckpointWriteError
-from .drafts import is_foreign, recover, valid_manifest
-from .manifest import BESIDE, MANIFEST, all_in
-from .places import STEP, Folder, LocalFolder, Where, steps_of
+from ..base.errors import CheckpointError, CheckpointWriteError
+from .manifest import (
+    BESIDE,
+    MANIFEST,
+    PAYLOAD,
+    Chunks,
+    ForeignCheckpointError,
+    Manifest,
+    StoredFile,
+    all_in,
+    beside,
+    read_manifest,
+    sealed,
+)
+from .places import STEP, Folder, LocalFolder, Where, retried, steps_of, sync
 from .remote import place_of
 
 Checkpoint = TypeVar("Checkpoint", bound=Where)
+Parts = Callable[[], Iterable[Any]]
+"""Yields the bytes of a file, part by part; called for each attempt to write it."""
 
 HUGGING_FACE = "huggingface"
 """Directory of the model's configuration and the tokenizer in a checkpoint."""
@@ -23,6 +52,166 @@ EVALUATIONS = "evaluations"
 """Key of `Manifest.extra` with the losses of a checkpoint, by evaluation set."""
 ABANDONED = re.compile(r"abandoned-(\d+)")
 """Name of a place for checkpoints of later steps than the one a run went back to."""
+
+
+@contextmanager
+def _changing(failure: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointWriteError that says what cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointWriteError(f"{failure}: {error}.") from error
+
+
+def draft_of(folder: Folder) -> Draft:
+    """Return a checkpoint to be written at a place."""
+    if isinstance(folder, LocalFolder):
+        return LocalDraft(folder)
+    if not hasattr(folder, "put"):
+        raise CheckpointWriteError(f"{folder} can be read, but not be written to. Name a directory or a URL.")
+    return Draft(folder)
+
+
+class Draft:
+    """A checkpoint that is being written, to an object store.
+
+    The first rank calls `begin`, and `commit` or `discard`; all ranks call `write`. The files are written to `target`.
+    """
+
+    def __init__(self, folder: Folder, target: Folder | None = None) -> None:
+        self.folder, self.target = folder, target or folder
+
+    def begin(self) -> None:
+        """Make room for the checkpoint. Raises CheckpointWriteError."""
+        _refuse_foreign(self.folder)
+        with _changing(f"the checkpoint {self.folder} cannot be written"):
+            self.folder.remove()
+
+    def write(self, name: str, parts: Parts) -> StoredFile:
+        """Write a file, which is stored when this returns. Raises OSError."""
+        in_chunks = self.folder.access.key is not None and name.startswith(PAYLOAD)
+
+        def write() -> StoredFile:
+            counted = _Counted(parts, in_chunks=in_chunks)
+            self.target.put(name, counted)
+            return counted.stored()
+
+        return retried(write, self.folder.access, f"writing {self.target}/{name}")
+
+    def commit(self, manifest: Manifest) -> None:
+        """Complete the checkpoint. After an OSError one of that name is unchanged, or `recover` restores it."""
+        sizes = self.folder.sizes() or {}
+        for name, stored in manifest.files.items():
+            if sizes.get(name) != stored.size:
+                raise OSError(f"{self.folder}/{name} has {sizes.get(name)} bytes there, and {stored.size} were written")
+        self._put_manifest(manifest)
+
+    def _put_manifest(self, manifest: Manifest) -> None:
+        text = sealed(manifest, self.folder.access.key).encode()
+        retried(lambda: self.target.put(MANIFEST, [text]), self.folder.access, f"writing {self.target}/{MANIFEST}")
+
+    def discard(self) -> None:
+        """Remove what could not be completed, as far as possible."""
+        try:
+            self.folder.remove()
+        except OSError:
+            # Without a manifest it is not a checkpoint; the next start removes it.
+            return
+
+
+class LocalDraft(Draft):
+    """A checkpoint that is being written to a directory; see [Note: complete or absent]."""
+
+    def __init__(self, folder: LocalFolder) -> None:
+        self.final, self.writing = folder.path, beside(folder.path, "writing")
+        super().__init__(folder, LocalFolder(self.writing, folder.access))
+
+    def begin(self) -> None:
+        access, writing = self.folder.access, self.writing
+        for path in (self.final, beside(self.final, "replaced"), writing):
+            _refuse_foreign(LocalFolder(path, access))
+        with _changing(f"the checkpoint {self.final} cannot be written"):
+            recover(self.final)
+            shutil.rmtree(writing, ignore_errors=True)
+            if writing.is_symlink():
+                raise CheckpointError(f"{writing} is a link, through which no checkpoint is written. Remove it.")
+            retried(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
+
+    def commit(self, manifest: Manifest) -> None:
+        self._put_manifest(manifest)
+        for directory in {(self.writing / name).parent for name in (MANIFEST, *manifest.files)}:
+            sync(directory)
+        put_in_place(self.writing, self.final)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+
+class _Counted:
+    """Parts of a file on their way to storage, and the checksums of what was written."""
+
+    def __init__(self, parts: Parts, *, in_chunks: bool) -> None:
+        self._parts, self._digest, self._size = parts, hashlib.sha256(), 0
+        self._chunks = Chunks() if in_chunks else None
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self._parts():
+            yield part
+            self._digest.update(part)
+            self._size += memoryview(part).nbytes
+            if self._chunks is not None:
+                self._chunks.update(part)
+
+    def stored(self) -> StoredFile:
+        return StoredFile(self._size, self._digest.hexdigest(), self._chunks.digests() if self._chunks else ())
+
+
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a complete directory its name, replacing one of that name; see [Note: swap, then remove]."""
+    old = beside(final, "replaced")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        new.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Finish an interrupted `put_in_place`, as the writer: the new checkpoint gets the name if it is complete."""
+    old, new = beside(final, "replaced"), beside(final, "writing")
+    if old.exists() and not final.exists():
+        (old if valid_manifest(new) is None else new).rename(final)
+
+
+def valid_manifest(checkpoint: Where) -> Manifest | None:
+    """Return the manifest; None if the checkpoint is incomplete, by the sizes of its files, or cannot be read."""
+    try:
+        return read_manifest(checkpoint)
+    except CheckpointError:
+        return None
+
+
+def _is_foreign(checkpoint: Where) -> bool:
+    """Return whether there is a checkpoint that is not signed with the key of its place."""
+    try:
+        read_manifest(checkpoint)
+    except CheckpointError as error:
+        return isinstance(error, ForeignCheckpointError)
+    return False
+
+
+def _refuse_foreign(checkpoint: Where) -> None:
+    if _is_foreign(checkpoint):
+        raise CheckpointWriteError(
+            f"{checkpoint} is in the way, and it is not signed with the key of this run, which replaces no foreign "
+            f"checkpoint. Move it away, or save elsewhere."
+        )
 
 
 def retain(
@@ -34,16 +223,9 @@ def retain(
     keep_best: int | None = None,
     of_set: str = "",
 ) -> None:
-    """Remove older checkpoints of a run.
+    """Remove older checkpoints of a run; see `Checkpointer`. Only valid ones are counted and removed.
 
-    Args:
-        root: directory of the checkpoints.
-        newest: the step that was saved last. Checkpoints of later steps are neither counted nor removed: the run went
-            back behind them.
-        keep_last: number of checkpoints to keep; None keeps all. Only valid ones are counted and removed.
-        keep_every: keep also those of steps that are multiples of this.
-        keep_best: keep also this many with the lowest loss.
-        of_set: evaluation set of that loss.
+    Those of later steps than `newest`, which was saved last, are neither: the run went back behind them.
     """
     if keep_last is None:
         return
@@ -60,10 +242,7 @@ def retain(
 
 
 def best_of(checkpoints: Sequence[Checkpoint], name: str, count: int) -> list[tuple[float, int, Checkpoint]]:
-    """Return loss, step and place of the `count` checkpoints with the lowest finite losses of an evaluation set.
-
-    The best comes first; of equal losses, the earlier step.
-    """
+    """Return loss, step and place of the `count` checkpoints with the lowest finite losses of a set, the best first."""
     found = []
     for place in checkpoints if count else ():
         manifest = valid_manifest(place)
@@ -71,55 +250,41 @@ def best_of(checkpoints: Sequence[Checkpoint], name: str, count: int) -> list[tu
         loss = losses.get(name) if isinstance(losses, dict) else None
         if manifest is not None and isinstance(loss, int | float) and math.isfinite(loss):
             found.append((float(loss), manifest.step, place))
-    found.sort(key=lambda each: each[:2])
-    return found[:count]
+    return sorted(found, key=lambda each: each[:2])[:count]
 
 
 def tidy(root: Folder) -> None:
     """Remove what interrupted runs left incomplete; only the writer of `root` may call this.
 
-    Checkpoints that are complete and not signed with the key of `root` stay.
-
-    Raises CheckpointWriteError if it cannot be done.
+    Complete checkpoints that are not signed with the key of `root` stay. Raises CheckpointWriteError.
     """
     if isinstance(root, LocalFolder):
         _tidy_directory(root)
         return
-    try:
+    with _changing(f"what a run has left in {root} cannot be removed"):
         for _, place in steps_of(root):
             if MANIFEST not in (place.sizes() or {}):
                 place.remove()
-    except OSError as error:
-        raise CheckpointWriteError(f"what a run has left in {root} cannot be removed: {error}.") from error
 
 
 def _tidy_directory(root: LocalFolder) -> None:
     for path in root.path.glob("step-*.replaced"):
-        try:
+        with _changing(f"{path} cannot be given its name back"):
             recover(path.with_suffix(""))
-        except OSError as error:
-            raise CheckpointWriteError(f"{path} cannot be given its name back: {error}.") from error
     for kind in BESIDE:
         for path in root.path.glob(f"step-*{kind}"):
-            if not is_foreign(LocalFolder(path, root.access)):
+            if not _is_foreign(LocalFolder(path, root.access)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def move_aside(root: Folder, *, after: int, copies: Sequence[Path] = ()) -> Folder | None:
-    """Move the checkpoints of steps later than `after` to `root`/abandoned-N.
+    """Move the checkpoints of steps later than `after`, -1 for all, to `root`/abandoned-N, with copies of files.
 
-    Args:
-        after: the step that the run resumes from; -1 moves all.
-        copies: files that are copied there if they exist.
-
-    Returns:
-        The new place; None if there was nothing to move.
-
-    Raises CheckpointWriteError if they cannot be moved.
+    Returns the new place; None if there was nothing to move. Raises CheckpointWriteError.
     """
     if not hasattr(root, "put"):
         raise CheckpointWriteError(f"{root} cannot be written to. Name a directory or a URL.")
-    try:
+    with _changing(f"checkpoints of later steps in {root} cannot be moved"):
         later = [place for step, place in steps_of(root) if step > after]
         if not later:
             return None
@@ -130,19 +295,12 @@ def move_aside(root: Folder, *, after: int, copies: Sequence[Path] = ()) -> Fold
                 aside.put(file.name, [file.read_bytes()])
         for place in later:
             place.move(aside.at(place.name))
-    except OSError as error:
-        raise CheckpointWriteError(f"checkpoints of later steps in {root} cannot be moved: {error}.") from error
-    return aside
+        return aside
 
 
 def remove_all(root: Folder) -> None:
-    """Remove all checkpoints of a run that starts over, from a place that may hold other things.
-
-    Raises CheckpointWriteError if they cannot be removed.
-    """
-    try:
+    """Remove all checkpoints of a run from a place that may hold other things. Raises CheckpointWriteError."""
+    with _changing(f"the checkpoints in {root} cannot be removed"):
         for name in root.names():
             if STEP.fullmatch(name) or ABANDONED.fullmatch(name):
                 root.at(name).remove()
-    except OSError as error:
-        raise CheckpointWriteError(f"the checkpoints in {root} cannot be removed: {error}.") from error

@@ -1,8 +1,8 @@
 """Write the model of a checkpoint as a Hugging Face directory, in bounded memory, by one process or many.
 
 The files are those of `save_pretrained`: safetensors with an index, in the format of published models. Each rank writes
-files of its own, and holds the tensors of one file at a time. Adapters are written by the first rank: see
-`adapter_files`.
+files of its own, and holds the tensors of one file at a time. Adapters become a directory that
+`PeftModel.from_pretrained` loads, bit for bit. Sources: transformers.PreTrainedModel and peft.PeftModel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .._compat.peft import adapted_on_meta, file_names, is_transposed
 from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
 from ..base.errors import CheckpointError, ConfigError
 from ..mesh.world import World
+from ..model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder, read_adapter_config
 from ..model.model_files import GENERATION_CONFIG, generation_json
 from ..tensors.state import TensorKind
-from .adapter_files import AdapterFiles, has_adapters
 from .loading import checked
-from .manifest import read_manifest, verify
+from .manifest import read_and_verified
 from .places import Where
 from .remote import place_of
 from .stored_model import StoredModel, copy_files, first_names, model_on_meta
@@ -80,11 +81,7 @@ def export_checkpoint(
 
     def plan() -> Export | AdapterFiles:
         place = place_of(checkpoint)
-        if world is None:
-            manifest = read_manifest(place)
-            verify(place, manifest, list(manifest.files))
-        else:
-            manifest = checked(place, world)
+        manifest = read_and_verified(place) if world is None else checked(place, world)
         if rank == 0:
             check_empty(output)
         stored = StoredModel(place, manifest, average=average)
@@ -125,27 +122,19 @@ def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
 
 
 class Tensors(Protocol):
-    """The values of a model's parameters and buffers."""
+    """The values of a model's parameters and buffers: shapes and dtypes by name, and full tensors on the CPU."""
 
     @property
-    def kinds(self) -> Mapping[str, TensorKind]:
-        """Shape and dtype of each, by its name in the model."""
+    def kinds(self) -> Mapping[str, TensorKind]: ...
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a full tensor to the CPU, in this dtype."""
+    def read(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
 
 class Export:
-    """A full model to be written.
+    """A full model to be written, in files of at most `limit` bytes that ranks share.
 
-    Args:
-        model: on the meta device; its class gives names, shapes and ties.
-        tensors: its values.
-        described: files to be copied: path, and name in the directory.
-        dtype: of the weights; None: as the tensors have it.
-        limit: bytes of a file.
-        ranks: number of ranks that share the files.
-        where: names the source of the tensors in errors.
+    The model is on the meta device; its class gives names, shapes and ties. `described` are files to be copied, each a
+    path and a name in the directory. A dtype of None leaves the weights as they are. `where` names their source.
     """
 
     def __init__(
@@ -167,8 +156,7 @@ class Export:
     def _sources(self) -> dict[str, str]:
         """Map each name that is written to its name in the checkpoint.
 
-        A weight that the class ties, but that the checkpoint has under its own name, is written on its own: files may
-        have given it other values, or code may have untied it.
+        A tied weight that the checkpoint has under its own name is written on its own: it may have been untied.
         """
         state, kinds = self._model.state_dict(keep_vars=True), self._tensors.kinds
         tied = (getattr(self._model, "all_tied_weights_keys", None) or {}).keys()
@@ -236,6 +224,109 @@ class Export:
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
         model.config.dtype = str(dtype).removeprefix("torch.")
         model.config.save_pretrained(output)
+
+
+class AdapterFiles:
+    """The adapters of a checkpoint to be written; the tensors of one adapter are in memory together.
+
+    The base is on the meta device. A dtype of None leaves the weights as they were saved.
+    """
+
+    def __init__(self, stored: StoredModel, dtype: torch.dtype | None, base: nn.Module) -> None:
+        self._stored, self._dtype = stored, dtype
+        self.configs = adapter_configs_of(stored)
+        noted = stored.manifest.base
+        # peft renames the base in configurations to the model on the meta device.
+        self._bases = {
+            name: (each.base_model_name_or_path, each.revision)
+            if noted is None
+            else (noted["path"], noted.get("revision"))
+            for name, each in self.configs.items()
+        }
+        self._model = adapted_on_meta(base, self.configs)
+        check_tensors_of(self._model, stored)
+        self.files = {f"{adapter_folder(name)}/{ADAPTER_WEIGHTS}": name for name in self.configs}
+        self._check_nothing_is_lost()
+
+    def write(self, name: str, path: Path) -> None:
+        """Read an adapter's tensors and write them."""
+        tensors = {}
+        named = file_names(self._model, self.files[name])
+        for key, source in self._contents(self.files[name]).items():
+            own = self._stored.kinds[source][1]
+            value = self._stored.read(source, self._dtype if self._dtype and own.is_floating_point else own)
+            tensors[key] = value.t().contiguous() if is_transposed(named[key]) else value
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    def describe(self, output: Path) -> None:
+        """Write the configurations, the name of the base, and the tokenizer."""
+        for name, config in self.configs.items():
+            config.inference_mode = True
+            config.base_model_name_or_path, config.revision = self._bases[name]
+            config.save_pretrained(output / adapter_folder(name))
+        if self._stored.manifest.base is not None:
+            (output / BASE_FILE).write_text(json.dumps(self._stored.manifest.base, indent=2) + "\n")
+        configurations = (ADAPTER_CONFIG, "config.json")
+        kept = [
+            (source, name)
+            for source, name in self._stored.described
+            if not name.endswith(configurations) or name == "tokenizer_config.json"
+        ]
+        copy_files(kept, output)
+
+    def _contents(self, adapter: str) -> dict[str, str]:
+        """Map each tensor in an adapter's file to its name in the checkpoint."""
+        first = first_names(self._model)
+        named = {key: first[name] for key, name in file_names(self._model, adapter).items()}
+        return {key: name for key, name in named.items() if name in self._stored.kinds}
+
+    def _check_nothing_is_lost(self) -> None:
+        """Refuse trained tensors that peft's format has no place for.
+
+        A checkpoint without a known base holds the base as well, and does not say which part of it was trained.
+        """
+        if self._stored.manifest.base is None:
+            return
+        written = {source for adapter in self.configs for source in self._contents(adapter).values()}
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        lost = sorted((self._stored.kinds.keys() & parameters) - written)
+        if lost:
+            some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+            raise CheckpointError(
+                f"the checkpoint {self._stored.checkpoint} holds what was trained beside its adapters, and the "
+                f"directory of an adapter has no place for: {some}. Train it by peft's modules_to_save; or write the "
+                f"merged model: meshwright export --merge."
+            )
+
+
+def has_adapters(stored: StoredModel) -> bool:
+    """Return whether a checkpoint holds adapters, with their base or without."""
+    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)
+
+
+def adapter_configs_of(stored: StoredModel) -> dict[str, Any]:
+    """Return peft's configuration of each adapter in a checkpoint, by the adapter's name. Raises CheckpointError."""
+    found = {}
+    for path, name in stored.described:
+        *folder, file = name.split("/")
+        if file == ADAPTER_CONFIG and len(folder) < 2:
+            found[folder[0] if folder else "default"] = read_adapter_config(path.parent)
+    if not found:
+        raise CheckpointError(f"the checkpoint {stored.checkpoint} is of adapters, but has no {ADAPTER_CONFIG}.")
+    return found
+
+
+def check_tensors_of(model: nn.Module, stored: StoredModel) -> None:
+    """Raise CheckpointError if the tensors of a checkpoint are not those of its adapters."""
+    shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+    for name, (shape, _) in stored.kinds.items():
+        if shapes.get(name) != shape:
+            own = tuple(shapes[name]) if name in shapes else "nothing"
+            raise CheckpointError(
+                f"the checkpoint {stored.checkpoint} is not of the adapters that its configuration gives: {name} is "
+                f"{own} there, and {tuple(shape)} here."
+            )
 
 
 def as_bytes(size: str | int) -> int:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: its tensors, and where the bytes of their pieces are.
+"""The tensors of a checkpoint: where the bytes of their pieces are, written in sequence and read into any pieces.
 
 `index.json` is {"files": names, "tensors": {name: {"shape", "dtype", "pieces"}}}. The pieces of a tensor are one list
 of integers: for each rectangle its file number, its first byte, its offsets and its sizes. The bytes are those of the
@@ -7,19 +7,25 @@ elements in row-major order, little-endian, without gaps.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from ..base.errors import CheckpointError
 from ..tensors.ownership import Rectangle
+from ..tensors.pieces import Piece, Sharded
 from ..tensors.state import TensorKind
-from .manifest import PAYLOAD, Manifest, StoredFile, broken, read_verified
-from .places import Where
+from .directory import Draft
+from .manifest import PAYLOAD, Manifest, StoredFile, broken, open_verified, read_verified
+from .places import Place, Where
+from .remote import place_of
 
 INDEX = "index.json"
 _MOST_DIVIDED = 8
@@ -28,12 +34,7 @@ _MOST_DIVIDED = 8
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor in a checkpoint.
-
-    Attributes:
-        shape: of the full tensor.
-        pieces: int64, (number of pieces, 2 + 2 x dims): file number, first byte, offsets, sizes.
-    """
+    """A full tensor in a checkpoint; `pieces` are int64, (number of pieces, 2 + 2 x dims), see above."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -43,24 +44,26 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def meeting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[StoredPiece]:
-        """Return the stored rectangles that share elements with another rectangle."""
+    def parts_of(self, piece: Piece) -> list[_Part]:
+        """Return what stored rectangles have of a piece."""
         starts, lengths = self._rectangles()
-        wanted = np.array(offsets, np.int64)
+        wanted = np.array(piece.offsets, np.int64)
         first = np.maximum(starts, wanted)
-        last = np.minimum(starts + lengths, wanted + np.array(sizes, np.int64))
+        last = np.minimum(starts + lengths, wanted + np.array(piece.sizes, np.int64))
         return [
-            StoredPiece(int(file), int(begin), tuple(starts[row].tolist()), tuple(lengths[row].tolist()))
+            _Part(
+                StoredPiece(int(file), int(begin), tuple(starts[row].tolist()), tuple(lengths[row].tolist())),
+                self.dtype,
+                piece,
+                tuple(first[row].tolist()),
+                tuple((last - first)[row].tolist()),
+            )
             for row in np.flatnonzero((first < last).all(axis=1))
             for file, begin in [self.pieces[row, :2]]
         ]
 
     def problem(self, sizes: Sequence[int]) -> str | None:
-        """Say what is wrong with the pieces; None if they hold each element of the tensor once, within the files.
-
-        Args:
-            sizes: bytes of each file, by number.
-        """
+        """Say what is wrong with the pieces; None if they hold each element once, within files of these sizes."""
         starts, lengths = self._rectangles()
         if min(self.shape, default=0) < 0 or self.nbytes >= 1 << 62:
             return f"is said to have the shape {list(self.shape)}"
@@ -116,12 +119,7 @@ def payload_name(rank: int) -> str:
 
 
 def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tuple[Sequence[int], str]]) -> bytes:
-    """Return the contents of `index.json`.
-
-    Args:
-        owned: the rectangles that each rank writes, in that order.
-        kinds: shape and dtype of each tensor.
-    """
+    """Return the contents of `index.json` for the rectangles that each rank writes, in that order."""
     pieces: dict[str, list[int]] = {name: [] for name in kinds}
     for rank, rectangles in enumerate(owned):
         begin = 0
@@ -166,9 +164,7 @@ def _covers(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
     where an even number of rectangles meet cancel. If only the corners of the tensor remain, each element is in an odd
     number of rectangles, and since they have no more elements than the tensor, in exactly one.
 
-    Args:
-        starts, lengths: int64, (number of rectangles, dims).
-        shape: of the tensor, (dims).
+    `starts` and `lengths` are int64, (number of rectangles, dims).
     """
     dims = shape.size
     corners = np.array(np.meshgrid(*[(0, 1)] * dims, indexing="ij"), np.int64).reshape(dims, -1).T
@@ -189,3 +185,80 @@ def dtype_named(name: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")
     return dtype
+
+
+def write_tensors(draft: Draft, name: str, tensors: Sequence[Tensor]) -> StoredFile:
+    """Write tensors into a file of a checkpoint, which is stored when this returns. Raises OSError."""
+    return draft.write(name, lambda: (_bytes_of(each.detach().to("cpu").contiguous()) for each in tensors))
+
+
+def read_tensors(where: Where, manifest: Manifest, index: Index, tensors: Mapping[str, Sharded]) -> None:
+    """Fill this rank's pieces of tensors, of the shapes in the index, converting dtypes. No communication.
+
+    Raises CheckpointError if elements are missing, or a file cannot be read.
+    """
+    place = place_of(where)
+    parts = [part for name, sharded in tensors.items() for part in _parts(place, index, name, sharded)]
+    parts.sort(key=lambda part: (part.stored.file, part.stored.begin))
+    try:
+        for number, some in itertools.groupby(parts, key=lambda part: part.stored.file):
+            with open_verified(place, manifest, index.files[number]) as file:
+                for part in some:
+                    part.read(file)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {place} cannot be read: {error}.") from error
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The intersection of a stored rectangle and a piece: `sizes` elements at `offsets` of the full tensor."""
+
+    stored: StoredPiece
+    dtype: torch.dtype
+    piece: Piece
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def read(self, file: BinaryIO) -> None:
+        """Read the rows that hold the part; straight into the piece where both have the same layout."""
+        shape = (self.sizes[0], *self.stored.sizes[1:]) if self.sizes else ()
+        row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
+        first = self.offsets[0] - self.stored.offsets[0] if self.sizes else 0
+        file.seek(self.stored.begin + first * row)
+        target = self.piece.tensor[self._slices(self.piece.offsets)]
+        alike = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if alike and shape == self.sizes:
+            _fill(file, target)
+            return
+        rows = torch.empty(shape, dtype=self.dtype)
+        _fill(file, rows)
+        target.copy_(rows[(slice(None), *self._slices(self.stored.offsets)[1:])] if shape else rows)
+
+    def _slices(self, origin: Iterable[int]) -> tuple[slice, ...]:
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, origin, self.sizes, strict=True))
+
+
+def _parts(place: Place, index: Index, name: str, sharded: Sharded) -> list[_Part]:
+    """List what to read for a tensor. Raises CheckpointError if elements are missing."""
+    found: list[_Part] = []
+    for piece in sharded.pieces:
+        parts = index.tensors[name].parts_of(piece)
+        missing = piece.tensor.numel() - sum(math.prod(part.sizes) for part in parts)
+        found += parts
+        if missing:
+            raise CheckpointError(f"the checkpoint {place} is not whole: {name} lacks {missing} elements.")
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _fill(file: BinaryIO, tensor: Tensor) -> None:
+    rest = _bytes_of(tensor)
+    while rest:
+        count = file.readinto(rest)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(f"{file.name} ends too early")
+        rest = rest[count:]

@@ -17,13 +17,11 @@ from ..model.adapter import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind
-from .index import read_index
+from .index import read_index, read_tensors
 from .manifest import Manifest, all_in, read_manifest, verify
-from .payload import read_tensors
 from .places import Folder, Place, Where
 from .remote import is_url, place_of
-from .schedule import load_schedule
-from .values import AVERAGES, MODEL, decoded, flat, random_to_load, read_optimizer, set_random_state
+from .values import AVERAGES, MODEL, decoded, flat, load_schedule, random_to_load, read_optimizer, set_random_state
 
 
 def load_checkpoint(
@@ -83,17 +81,12 @@ def newest_checkpoint(root: Folder, world: World) -> Folder | None: ...
 @overload
 def newest_checkpoint(root: str, world: World) -> Path | Folder | None: ...
 def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder | None:
-    """Return the newest valid checkpoint in a directory, None if there are no checkpoints. Collective.
+    """Return the newest valid checkpoint in a directory: its path if `root` is one, else its place. Collective.
 
-    Returns:
-        Its path if `root` is a path, else its place.
+    Returns None if there are no checkpoints. Warns, on the first rank, of newer checkpoints that are incomplete.
 
-    Warns:
-        UserWarning: on the first rank, of newer checkpoints that are incomplete.
-
-    Raises:
-        CheckpointError: no checkpoint is valid, or the newest complete one cannot be read, is foreign, or is of
-            another version of meshwright; on all ranks.
+    Raises CheckpointError, on all ranks, if no checkpoint is valid, or the newest complete one cannot be read, is
+    foreign, or is of another version of meshwright.
     """
     folder = world.together(lambda: place_of(root))
     names = world.from_first(lambda: [place.name for place in all_in(folder)])
@@ -157,16 +150,14 @@ def _check_model(
     world: World,
 ) -> None:
     """Raise on all ranks if the checkpoint is not of this model; it may lack what comes from the model's base."""
-    error: str | None = None
     shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
+    error: str | None = None
     for name, sharded in model.items():
-        if name not in shapes:
-            if name in may_lack:
-                continue
-            error = f"it lacks {name}"
-            break
-        if shapes[name] != sharded.shape:
+        if name in shapes and shapes[name] != sharded.shape:
             error = f"{name} has shape {tuple(shapes[name])} in it, but {tuple(sharded.shape)} in the model"
+        elif name not in shapes and name not in may_lack:
+            error = f"it lacks {name}"
+        if error is not None:
             break
     known = world.reduce_ints([int(name in model) for name in shapes], dist.ReduceOp.MAX)
     unknown = [name for name, is_known in zip(shapes, known, strict=True) if not is_known]

@@ -1,23 +1,29 @@
-"""The manifest of a checkpoint: its files with sizes and checksums, and whether they are as they were written."""
+"""The manifest of a checkpoint: its files with sizes and checksums, and whether they are as they were written.
+
+Whoever can write to a checkpoint's directory may exchange a file after it was verified. Where a key is given, the
+manifest therefore has a checksum for each chunk of the files that are read in part, and a chunk is compared with its
+checksum before its bytes are used. This module imports no torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..base.errors import CheckpointError, TornCheckpointError
 from .extra import check_extra
-from .keys import ForeignCheckpointError, Key
-from .places import STEP, Folder, LocalFolder, Place, Where, steps_of
+from .places import STEP, Folder, Key, LocalFolder, Place, SeekableReader, Where, steps_of
 from .remote import place_of
 
 MANIFEST = "checkpoint.json"
 SIGNATURE = "hmac_sha256"
-"""Key of the signature in the manifest, if there is one; see `keys`."""
+"""Key of the signature in the manifest, if there is one."""
 FORMAT, OF_ADAPTERS = 2, 3
 """Formats of full models, and of adapters without their base."""
 PAYLOAD = "tensors-"
@@ -28,6 +34,10 @@ BESIDE = (".writing", ".replaced", ".deleting")
 """Suffixes of checkpoints and models that are incomplete, or about to be removed."""
 _LARGEST = 1 << 28
 """Bytes of a manifest."""
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint is not signed, or not with the key of its place."""
 
 
 def beside(final: Path, what: str) -> Path:
@@ -46,27 +56,19 @@ def steps_in(root: Path) -> list[tuple[int, Path]]:
 
 def all_in(folder: Folder) -> list[Folder]:
     """List the checkpoints in a folder, valid or not, the newest first. Raises CheckpointError."""
-    try:
+    with reading(folder):
         return [place for _, place in steps_of(folder)]
-    except OSError as error:
-        raise unreadable(folder, error) from None
 
 
 def exists(place: Place) -> bool:
     """Return whether a place exists. Raises CheckpointError if it cannot be read."""
-    try:
+    with reading(place):
         return place.sizes() is not None
-    except OSError as error:
-        raise unreadable(place, error) from None
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes and SHA-256 of a file.
-
-    Attributes:
-        chunks: SHA-256 of each `CHUNK` bytes, of signed files that are read in part; see `signed_reading`.
-    """
+    """Size in bytes and SHA-256 of a file; of each of its chunks, too, if it is signed and read in part."""
 
     size: int
     sha256: str
@@ -121,7 +123,7 @@ def read_manifest(where: Where) -> Manifest:
 
 def manifest_and_sizes(place: Place) -> tuple[Manifest, dict[str, int]]:
     """Return the manifest, and the size of each file that exists. Raises as `read_manifest`."""
-    try:
+    with reading(place):
         sizes = place.sizes()
         if sizes is None:
             raise CheckpointError(f"{place} is no checkpoint: it is no directory.{place.hint()}")
@@ -133,8 +135,6 @@ def manifest_and_sizes(place: Place) -> tuple[Manifest, dict[str, int]]:
             raise broken(place, f"{MANIFEST} has {sizes[MANIFEST]} bytes, and no manifest has more than {_LARGEST}")
         with place.open(MANIFEST) as file:
             content = file.read()
-    except OSError as error:
-        raise unreadable(place, error) from None
     return _parsed(place, content), sizes
 
 
@@ -142,7 +142,7 @@ def _parsed(place: Place, text: bytes) -> Manifest:
     try:
         content = json.loads(text.decode())
         # A text that was altered differs from what is written, though it may mean the same.
-        is_as_written = text.decode() == text_of(content)
+        is_as_written = text.decode() == _text_of(content)
         version = content.pop("format")
         if version not in (FORMAT, OF_ADAPTERS):
             raise CheckpointError(
@@ -151,7 +151,7 @@ def _parsed(place: Place, text: bytes) -> Manifest:
             )
         signature = content.pop(SIGNATURE, None)
         checksum = content.pop("sha256")
-        if not is_as_written or checksum != digest(content):
+        if not is_as_written or checksum != _digest(content):
             raise ValueError("its checksum is another")
         files = {_plain_name(name): _stored(**each) for name, each in content.pop("files").items()}
         manifest = Manifest(**content, files=files, format=version, is_signed=signature is not None)
@@ -219,12 +219,16 @@ def verify(where: Where, manifest: Manifest, names: Sequence[str]) -> None:
     """Compare the checksums of some of a checkpoint's files. Raises TornCheckpointError or CheckpointError."""
     place = place_of(where)
     for name in names:
-        try:
-            stored = stored_in(place, name)
-        except OSError as error:
-            raise unreadable(place, error) from None
+        stored = stored_in(place, name)
         if stored != manifest.files[name]:
             raise changed(place, name)
+
+
+def read_and_verified(where: Where) -> Manifest:
+    """Read the manifest, and verify all files. Raises as `read_manifest` and `verify`."""
+    manifest = read_manifest(where)
+    verify(where, manifest, list(manifest.files))
+    return manifest
 
 
 def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
@@ -232,19 +236,16 @@ def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
     place = place_of(where)
     if name not in manifest.files:
         raise broken(place, f"{MANIFEST} names no {name}")
-    try:
-        with place.open(name) as file:
-            content = file.read()
-    except OSError as error:
-        raise unreadable(place, error) from None
+    with reading(place), place.open(name) as file:
+        content = file.read()
     if StoredFile(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
         raise changed(place, name)
     return content
 
 
 def stored_in(place: Place, name: str) -> StoredFile:
-    """Compute size and checksum of a file as it is. Raises OSError."""
-    with place.open(name) as file:
+    """Compute size and checksum of a file as it is. Raises CheckpointError if it cannot be read."""
+    with reading(place), place.open(name) as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         return StoredFile(file.tell(), checksum)
 
@@ -265,6 +266,15 @@ def unreadable(where: Where, error: OSError) -> CheckpointError:
     )
 
 
+@contextmanager
+def reading(where: Where) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(where, error) from None
+
+
 def sealed(manifest: Manifest, key: Key | None) -> str:
     """Return the text of a manifest, with its checksum and, if there is a key, a signature."""
     content = asdict(manifest)
@@ -275,14 +285,83 @@ def sealed(manifest: Manifest, key: Key | None) -> str:
     for stored in content["files"].values():
         if not stored["chunks"]:
             del stored["chunks"]
-    checksum = digest(content)
+    checksum = _digest(content)
     signature = {} if key is None else {SIGNATURE: key.signature(version, checksum)}
-    return text_of({"format": version, "sha256": checksum, **signature, **content})
+    return _text_of({"format": version, "sha256": checksum, **signature, **content})
 
 
-def text_of(content: Mapping[str, Any]) -> str:
+def _text_of(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class Chunks:
+    """Checksums of the chunks of a file that is written in parts."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._digest, self._room = hashlib.sha256(), CHUNK
+
+    def update(self, part: Any) -> None:
+        rest = memoryview(part).cast("B")
+        while rest:
+            some, rest = rest[: self._room], rest[self._room :]
+            self._digest.update(some)
+            self._room -= some.nbytes
+            if not self._room:
+                self._end()
+
+    def digests(self) -> tuple[str, ...]:
+        """Return the checksums of all chunks, the last of which may be shorter. Nothing can be added afterwards."""
+        if self._room < CHUNK:
+            self._end()
+        return tuple(self._done)
+
+    def _end(self) -> None:
+        self._done.append(self._digest.hexdigest())
+        self._digest, self._room = hashlib.sha256(), CHUNK
+
+
+def open_verified(place: Place, manifest: Manifest, name: str) -> AbstractContextManager[BinaryIO]:
+    """Open a file of a checkpoint to read parts of it; signed chunks are verified as they are read. Raises OSError."""
+    file, stored = place.open(name), manifest.files[name]
+    if place.access.key is None or not stored.chunks:
+        return file
+    return io.BufferedReader(_Verified(file, stored, place, name), 1)
+
+
+class _Verified(SeekableReader):
+    """A file whose chunks are compared with their checksums; reading one that changed raises CheckpointError."""
+
+    def __init__(self, file: BinaryIO, stored: StoredFile, place: Place, name: str) -> None:
+        super().__init__(name)
+        self._file, self._stored, self._place = file, stored, place
+        self._number, self._chunk = -1, b""
+
+    def _size(self) -> int:
+        return self._stored.size
+
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        number, begin = divmod(position, CHUNK)
+        if not buffer or position >= self._stored.size:
+            return 0
+        if number != self._number:
+            self._chunk, self._number = self._read_chunk(number), number
+        some = self._chunk[begin : begin + buffer.nbytes]
+        buffer[: len(some)] = some
+        return len(some)
+
+    def _read_chunk(self, number: int) -> bytes:
+        self._file.seek(number * CHUNK)
+        found = self._file.read(min(CHUNK, self._stored.size - number * CHUNK))
+        expected = self._stored.chunks[number : number + 1]
+        if (hashlib.sha256(found).hexdigest(),) != expected:
+            raise changed(self._place, self.name)
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -28,9 +28,8 @@ from ..model.merge import merged_layer
 from ..model.model_files import Source, kept_files, tokenizer_files, without_replaced
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
 from ..tensors.state import TensorKind
-from .adapter_files import adapter_configs_of, check_tensors_of, has_adapters
-from .export import Export, as_bytes, check_empty, written_whole
-from .manifest import read_manifest, verify
+from .export import Export, adapter_configs_of, as_bytes, check_empty, check_tensors_of, has_adapters, written_whole
+from .manifest import read_and_verified
 from .places import LocalFolder, Place, Where
 from .remote import place_of
 from .stored_model import StoredModel, first_names, model_on_meta
@@ -88,16 +87,12 @@ class BaseWeights(NamedTuple):
 
 
 class Merged:
-    """The tensors of a base with its adapter; `Tensors` of an export.
+    """The tensors of a base, on the meta device, with its adapter; `Tensors` of an export.
 
-    Args:
-        model, weights: of the base, on the meta device.
-        config: of the adapter.
-        values: returns the tensors of the adapter's source for the adapted model.
+    `values` returns the tensors of the adapter's source for the adapted model.
 
     Attributes:
         full: the model as it is to be written.
-        kinds: shape and dtype of each tensor.
         files: of the base, besides its weights.
     """
 
@@ -146,15 +141,13 @@ class Merged:
     def _merged(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of one layer of the base after merging."""
         layer = self._adapted.get_submodule(path)
-        values = {name: self._before(name) for name in (f"{path}.{each}" for each in layer.state_dict())}
+        values = {f"{path}.{each}": self._before(f"{path}.{each}") for each in layer.state_dict()}
         merged = merged_layer(layer, path, values).state_dict()
         return {f"{base_name(path)}.{name}": tensor for name, tensor in merged.items()}
 
     def _before(self, name: str) -> Tensor:
         """Return a tensor of the adapted model, before merging."""
-        if name in self._values:
-            return self._values[name]()
-        return self._weights.read(base_name(name))
+        return self._values[name]() if name in self._values else self._weights.read(base_name(name))
 
     def _untie_what_differs(self) -> None:
         """See [Note: tied weights]."""
@@ -191,8 +184,7 @@ def _opened(
         if average:
             raise ConfigError(f"{source} is the directory of an adapter, which has no average. Give a checkpoint.")
         return _of_directory(source.path, base, dtype)
-    manifest = read_manifest(source)
-    verify(source, manifest, list(manifest.files))
+    manifest = read_and_verified(source)
     stored = StoredModel(source, manifest, average=average)
     if not has_adapters(stored):
         raise CheckpointError(f"the checkpoint {source} holds a whole model: export it without --merge.")

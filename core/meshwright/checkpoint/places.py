@@ -1,4 +1,4 @@
-"""Storage of checkpoints: directories, URLs, and whatever else can list and open files.
+"""Storage of checkpoints: directories, URLs, and whatever else can list and open files; and the keys that sign them.
 
 [Note: places] A `Place` lists its files with their sizes and opens them. Reading, verifying and exporting a checkpoint
 need no more, so that they work alike for directories, object stores and memory. A `Folder` is a place that holds other
@@ -10,6 +10,8 @@ This module imports no torch.
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
 import io
 import os
 import random
@@ -20,17 +22,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
+from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias, TypeVar
 
-from ..files.parsing import open_regular
+from ..base.errors import ConfigError
+from ..files.parsing import open_regular, read_regular
 from ..files.terminal import warn
-from .keys import Key
 
 T = TypeVar("T")
 
 STEP = re.compile(r"step-(\d+)")
 """Name of a run's checkpoint."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+LEAST_BYTES = 32
+"""Of a key."""
 # Errors that may be temporary. A full or read-only disk is not among them.
 _TRANSIENT = frozenset(
     {
@@ -38,6 +42,61 @@ _TRANSIENT = frozenset(
         *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH),
     }
 )
+
+
+class Key:
+    """A secret of at least 32 bytes, never printed or sent. It signs manifests by HMAC-SHA256 of format and checksum.
+
+    The manifest holds checksums of all files and of itself, so the signature covers every byte.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "Key(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key is sent to nobody: each process reads the file")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
+
+    def __hash__(self) -> int:
+        return self.fingerprint
+
+    @property
+    def fingerprint(self) -> int:
+        """A number below 2**62 by which ranks compare keys without revealing them."""
+        return int.from_bytes(self._signed(b"meshwright key")[:8]) >> 2
+
+    def signature(self, version: int, checksum: str) -> str:
+        return self._signed(f"meshwright checkpoint {version} {checksum}".encode()).hex()
+
+    def has_signed(self, version: int, checksum: str, signature: str | None) -> bool:
+        own = self.signature(version, checksum)
+        return isinstance(signature, str) and hmac.compare_digest(own.encode(), signature.encode())
+
+    def _signed(self, text: bytes) -> bytes:
+        return hmac.new(self._secret, text, hashlib.sha256).digest()
+
+
+def read_key(path: str | Path, *, where: str) -> Key:
+    """Read the key that a file holds: all of its bytes. `where` names the file in errors. Raises ConfigError."""
+    make_one = f"openssl rand -out FILE {LEAST_BYTES} makes one."
+    try:
+        secret = read_regular(Path(path).expanduser())
+    except OSError as error:
+        raise ConfigError(
+            f"{where}={str(path)!r} cannot be read: {error.strerror}. Name a file with a secret of at least "
+            f"{LEAST_BYTES} bytes; {make_one}"
+        ) from None
+    if len(secret) < LEAST_BYTES:
+        raise ConfigError(
+            f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least {LEAST_BYTES}. "
+            f"{make_one}"
+        )
+    return Key(secret)
 
 
 @dataclass(frozen=True)
@@ -101,6 +160,10 @@ class Folder(Place, Protocol):
         """Remove this checkpoint; no part of it stays visible under its name. Raises OSError."""
 
 
+Where: TypeAlias = str | Path | Place
+"""What names a checkpoint: a path, a URL, or a place."""
+
+
 @dataclass(frozen=True)
 class LocalFolder:
     """A directory of a file system."""
@@ -156,8 +219,7 @@ class LocalFolder:
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
 
@@ -173,8 +235,20 @@ class LocalFolder:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-Where: TypeAlias = str | Path | Place
-"""What names a checkpoint: a path, a URL, or a place."""
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def sync(directory: Path) -> None:
+    """Bring the entries of a directory to disk, where the system can."""
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def steps_of(folder: Folder) -> list[tuple[int, Folder]]:
@@ -200,16 +274,13 @@ def others_of(folder: Folder) -> str:
 def retried(work: Callable[[], T], access: Access, what: str) -> T:
     """Call `work`, and call it again after a temporary error, up to `access.retries` times.
 
-    Args:
-        what: what is done, for the warnings.
-
-    Raises the OSError of the last attempt.
+    `what` is done, in the warnings. Raises the OSError of the last attempt.
     """
     for attempt in range(access.retries):
         try:
             return work()
         except OSError as error:
-            if not is_transient(error):
+            if not isinstance(error, ConnectionError | TimeoutError) and error.errno not in _TRANSIENT:
                 raise
             # Random, so that ranks do not come back together; not by the generators of training.
             longest = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
@@ -218,10 +289,6 @@ def retried(work: Callable[[], T], access: Access, what: str) -> T:
             warn(f"{what} failed: {error}. {again}", stacklevel=2)
             time.sleep(wait_s)
     return work()
-
-
-def is_transient(error: OSError) -> bool:
-    return isinstance(error, ConnectionError | TimeoutError) or error.errno in _TRANSIENT
 
 
 class SeekableReader(io.RawIOBase):
@@ -306,19 +373,3 @@ class _Steady(SeekableReader):
         with suppress(OSError):
             if file is not None:
                 file.close()
-
-
-def sync(directory: Path) -> None:
-    """Bring the entries of a directory to disk, where the system can."""
-    try:
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -10,21 +10,23 @@ from __future__ import annotations
 import errno
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 from ..base.errors import ConfigError, nearest
 from .places import DEFAULT, Access, Folder, LocalFolder, Place, others_of, retried, steady
+
+T = TypeVar("T")
 
 READ_AHEAD_BYTES = 8_000_000
 # Chained URLs, such as "simplecache::s3://bucket", match as well; they are refused.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::.*)?://", re.DOTALL)
 _MANIFEST = "/checkpoint.json"
+# Extra of this distribution that installs what a kind of URL needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Extra of this distribution that installs what a kind of URL needs."""
 PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", "hf")
 """Kinds of URLs that are opened. Other kinds of fsspec are not safe: older versions run what a `reference://` file
 holds."""
@@ -40,18 +42,13 @@ def place_of(where: str | Path | Folder, access: Access = ...) -> Folder: ...
 @overload
 def place_of(where: str | Path | Place, access: Access = ...) -> Place: ...
 def place_of(where: str | Path | Place, access: Access = DEFAULT) -> Place:
-    """Return the place that a path or a URL names; a place is returned as it is, with its own access.
-
-    Raises:
-        ConfigError: the kind of URL is unknown, or its package is not installed.
-    """
+    """Return the place that a path or a URL names; a place is returned as it is. Raises ConfigError."""
     if is_url(where):
-        return remote_folder(str(where), access)
+        return _named_by(str(where), access)
     return LocalFolder(Path(where), access) if isinstance(where, str | Path) else where
 
 
-def remote_folder(url: str, access: Access) -> Folder:
-    """Return the place that a URL names. Raises ConfigError."""
+def _named_by(url: str, access: Access) -> Folder:
     protocol, _, rest = url.partition("://")
     _refuse_chains(url)
     if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:
@@ -125,7 +122,7 @@ class RemoteFolder:
         return others_of(self)
 
     def names(self) -> list[str]:
-        def list_names() -> list[str]:
+        def names() -> list[str]:
             files, path = self._opened()
             try:
                 found = files.ls(path, detail=True)
@@ -136,30 +133,25 @@ class RemoteFolder:
             names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
             return [name for name in names if name != self.name]
 
-        return list(self._retried(list_names, "reading"))
+        return self._retried(names, "reading")
 
     def sizes(self) -> dict[str, int] | None:
-        def list_sizes() -> dict[str, int] | None:
+        def sizes() -> dict[str, int] | None:
             files, path = self._opened()
             found = files.find(path, detail=True)
             start = len(path.strip("/")) + 1
             return {name.strip("/")[start:]: int(each["size"]) for name, each in found.items()} or None
 
-        found: dict[str, int] | None = self._retried(list_sizes, "reading")
-        return found
+        return self._retried(sizes, "reading")
 
     def open(self, name: str) -> BinaryIO:
-        def open_it() -> BinaryIO:
-            with _as_os_errors():
-                files, path = self._opened()
-                return _File(files.open(f"{path}/{name}", "rb", block_size=READ_AHEAD_BYTES))  # type: ignore[return-value]
+        def open_it() -> Any:
+            return _File(self._open(name, "rb", block_size=READ_AHEAD_BYTES))
 
         return steady(open_it, self.access, f"{self}/{name}")
 
     def put(self, name: str, parts: Iterable[Any]) -> None:
-        with _as_os_errors():
-            files, path = self._opened()
-            file = files.open(f"{path}/{name}", "wb")
+        file = self._open(name, "wb")
         try:
             for part in parts:
                 with _as_os_errors():
@@ -200,6 +192,11 @@ class RemoteFolder:
         self._retried(copy, "moving")
         self.remove()
 
+    def _open(self, name: str, mode: str, **options: Any) -> Any:
+        with _as_os_errors():
+            files, path = self._opened()
+            return files.open(f"{path}/{name}", mode, **options)
+
     def _opened(self) -> tuple[Any, str]:
         """Return the file system and the path in it. Its cache is out of date where other processes write."""
         files, path = importlib.import_module("fsspec.core").url_to_fs(self.url)
@@ -208,8 +205,8 @@ class RemoteFolder:
             loop.set_exception_handler(_ignore_os_errors)
         return files, path
 
-    def _retried(self, work: Any, what: str) -> Any:
-        def attempt() -> Any:
+    def _retried(self, work: Callable[[], T], what: str) -> T:
+        def attempt() -> T:
             with _as_os_errors():
                 return work()
 

@@ -1,15 +1,22 @@
-"""Write one checkpoint: divide the work between ranks, copy the state, write it, complete the checkpoint."""
+"""Write one checkpoint: divide the work between ranks, copy the state, write it, complete the checkpoint.
+
+[Note: agreement] What a rank has of the state changes with the model and the optimizer, not between saves. So ranks
+remember how they divided the work, and a save only asks, by one integer, whether all ranks still have the same. The
+first save, and one after a change, gathers an inventory of each rank to the first one, which divides the work and makes
+the index.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,17 +31,114 @@ from ..mesh.world import new_group
 from ..model.adapter import adapter_configs, adapter_folder, base_of, left_out
 from ..model.model_files import GENERATION_CONFIG, generation_json, kept_files, without_replaced
 from ..strategy.contract import StrategyManager
-from ..tensors.ownership import Rectangle
+from ..tensors.ownership import Rectangle, divide
 from ..tensors.pieces import Sharded
-from .agreement import Agreement
-from .directory import HUGGING_FACE
-from .drafts import draft_of
-from .index import INDEX, payload_name
+from ..tensors.state import OptimizerState
+from .directory import HUGGING_FACE, draft_of
+from .index import INDEX, dtype_name, payload_name, write_tensors, written_index
 from .manifest import FORMAT, OF_ADAPTERS, Manifest, StoredFile
-from .payload import write_tensors
 from .places import Folder
-from .schedule import note_rates
-from .values import RANDOM, flat, plain, random_state, settings_name, settings_of
+from .values import RANDOM, flat, note_rates, plain, random_state, settings_name
+
+
+class Share(NamedTuple):
+    """What one rank writes: rectangles, in this order, groups and values of these parameters, the index if it is first.
+
+    `grouped` and `valued` name the parameters whose optimizer groups and values it writes.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    grouped: frozenset[str]
+    valued: frozenset[str]
+    index_json: bytes | None = None
+
+
+class Held(NamedTuple):
+    """What one rank has, in the terms of `Share`; `kinds` are name, shape and dtype of each tensor."""
+
+    rectangles: tuple[Rectangle, ...]
+    kinds: tuple[tuple[str, tuple[int, ...], str], ...]
+    grouped: tuple[str, ...]
+    valued: tuple[str, ...]
+
+
+class Agreement:
+    """The last division of the work, see [Note: agreement]; `times` is how often it was divided, equal on all ranks."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._held: Held | None = None
+        self._share: Share | None = None
+
+    def share(
+        self, tensors: Mapping[str, Sharded], optimizer: OptimizerState[Sharded] | None, group: dist.ProcessGroup
+    ) -> Share:
+        """Return what this rank writes of its tensors, by their names in the checkpoint. Collective."""
+        held = held_by(tensors, optimizer)
+        same = torch.tensor([int(held == self._held)])
+        dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
+        if self._share is None or not same.item():
+            self._share, self._held = _divided(held, group), held
+            self.times += 1
+        return self._share
+
+
+def held_by(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | None) -> Held:
+    """Return this rank's inventory, which holds names and numbers alone."""
+    rectangles = (
+        Rectangle(name, tuple(piece.offsets), piece.sizes, piece.tensor.element_size())
+        for name, sharded in tensors.items()
+        for piece in sharded.pieces
+    )
+    kinds = ((name, tuple(sharded.shape), dtype_name(sharded.dtype)) for name, sharded in tensors.items())
+    grouped = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
+    return Held(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
+
+
+def _divided(held: Held, group: dist.ProcessGroup) -> Share:
+    """Divide the work on the first rank, and send each rank its share. Collective."""
+    is_first = dist.get_rank(group) == 0
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(held, found if is_first else None, group=group, group_dst=0)
+    shares, index = shares_of(found) if is_first else (None, None)
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, shares, group=group, group_src=0)
+    share: Share = box[0]
+    return share._replace(index_json=index)
+
+
+def shares_of(found: list[Held]) -> tuple[list[Share], bytes]:
+    """Return each rank's share, without the index; and the index."""
+    owned = divide([held.rectangles for held in found])
+    kinds = {name: (shape, dtype) for held in found for name, shape, dtype in held.kinds}
+    grouped = _first_holders(held.grouped for held in found)
+    valued = _first_holders(held.valued for held in found)
+    shares = [Share(tuple(rows), *names) for rows, names in zip(owned, zip(grouped, valued, strict=True), strict=True)]
+    return shares, written_index(owned, kinds)
+
+
+def _first_holders(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
+    """Return, for each rank, the names that no rank before it has."""
+    seen: set[str] = set()
+    first = []
+    for names in named:
+        first.append(frozenset(names) - seen)
+        seen |= first[-1]
+    return first
+
+
+def settings_of(optimizer: OptimizerState[Any] | None, share: Share) -> bytes | None:
+    """Return what this rank writes of the optimizer besides tensors; None if nothing. Raises CheckpointError."""
+    if optimizer is None:
+        return None
+    groups = [
+        {**each, "params": [name for name in each["params"] if name in share.grouped]} for each in optimizer.groups
+    ]
+    content = {
+        "groups": [each for each in groups if each["params"]],
+        "values": {name: each for name, each in optimizer.values.items() if name in share.valued},
+    }
+    return json.dumps(plain(content)).encode() if any(content.values()) else None
 
 
 @dataclass
@@ -66,12 +170,9 @@ def content_of(
     with_optimizer: bool = True,
     agreement: Agreement | None = None,
 ) -> Content:
-    """Return what this rank writes of its state as it is now. Collective.
+    """Return what this rank writes of its state as it is now; `agreement` is of the run's earlier checkpoints.
 
-    Args:
-        agreement: of the run's earlier checkpoints.
-
-    Raises CheckpointError, on all ranks, if a value cannot be written as JSON.
+    Collective. Raises CheckpointError, on all ranks, if a value cannot be written as JSON.
     """
     world = manager.mesh.world
     if scheduler is not None:
@@ -118,14 +219,7 @@ def cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
 
 
 class Saving:
-    """One checkpoint to be written.
-
-    Args:
-        place: of the checkpoint.
-        group: all ranks, with a backend for the CPU.
-        content: what this rank writes.
-        tokenizer: of Hugging Face, to be exported with the model.
-    """
+    """One checkpoint to be written at a place by a group of all ranks, with a backend for the CPU."""
 
     def __init__(
         self, manager: StrategyManager, place: Folder, group: dist.ProcessGroup, content: Content, tokenizer: Any
@@ -137,31 +231,24 @@ class Saving:
 
     def write(self) -> None:
         """Write and complete the checkpoint, or remove it and raise CheckpointError on all ranks. Collective."""
-        self._begin()
-        error: str | None = None
+        refused = error_of_first(self._group, self._draft.begin)
+        if refused is not None:
+            raise refused
+        problem: str | None = None
         files: dict[str, StoredFile] = {}
         try:
             files = self._write_own()
         except Exception as caught:
             # File systems raise errors of many kinds.
-            error = described(caught)
-        error = self._completed(error, files)
+            problem = described(caught)
+        is_first = self._world.rank == 0
+        found: list[Any] = [None] * self._world.size
+        dist.gather_object((problem, files), found if is_first else None, group=self._group, group_dst=0)
+        error = error_of_first(self._group, partial(self._complete, found))
         if error is not None:
-            if self._world.rank == 0:
+            if is_first:
                 self._draft.discard()
             raise CheckpointWriteError(f"the checkpoint {self._place} could not be written: {error}")
-
-    def _begin(self) -> None:
-        """Make room on the first rank. Collective; raises as `write`, but removes nothing."""
-        box: list[CheckpointError | None] = [None]
-        if self._world.rank == 0:
-            try:
-                self._draft.begin()
-            except CheckpointError as error:
-                box[0] = error
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        if box[0] is not None:
-            raise box[0]
 
     def _write_own(self) -> dict[str, StoredFile]:
         """Write this rank's files, and on the first rank the files of Hugging Face."""
@@ -191,24 +278,27 @@ class Saving:
                 found[GENERATION_CONFIG] = generation_json(generation)
         return {f"{HUGGING_FACE}/{name}": content for name, content in found.items()}
 
-    def _completed(self, error: str | None, files: dict[str, StoredFile]) -> str | None:
-        """Complete the checkpoint on the first rank if no rank failed; return what went wrong. Collective."""
-        found: list[Any] = [None] * self._world.size
-        first = self._world.rank == 0
-        dist.gather_object((error, files), found if first else None, group=self._group, group_dst=0)
-        box: list[Any] = [None]
-        if first:
-            failures = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(found) if each is not None]
-            box[0] = "; ".join(failures[:5]) or None
-            if box[0] is None:
-                every = {name: stored for _, each in found for name, stored in each.items()}
-                try:
-                    self._draft.commit(replace(self._content.manifest, files=every))
-                except OSError as caught:
-                    box[0] = str(caught)
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        result: str | None = box[0]
-        return result
+    def _complete(self, found: list[tuple[str | None, dict[str, StoredFile]]]) -> None:
+        """Complete the checkpoint if no rank failed. Raises CheckpointWriteError or OSError."""
+        failures = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
+        if failures:
+            raise CheckpointWriteError("; ".join(failures[:5]))
+        every = {name: stored for _, files in found for name, stored in files.items()}
+        self._draft.commit(replace(self._content.manifest, files=every))
+
+
+def error_of_first(group: dist.ProcessGroup, work: Callable[[], None]) -> CheckpointError | None:
+    """Call `work` on the first rank of a group, and return its error on all ranks. Collective."""
+    box: list[CheckpointError | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            work()
+        except CheckpointError as error:
+            box[0] = error
+        except OSError as error:
+            box[0] = CheckpointWriteError(str(error))
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
 
 
 def described(error: BaseException) -> str:

@@ -18,21 +18,16 @@ from ..files.parsing import reason
 from ..model.configuration import check_brings_no_code, check_needs_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE
-from .index import read_index
+from .index import read_index, read_tensors
 from .manifest import Manifest, read_verified
-from .payload import read_tensors
 from .places import LocalFolder, Place
 from .values import AVERAGES, MODEL
 
 
 class StoredModel:
-    """The model in a checkpoint.
+    """The model in a checkpoint, or the averages of its trained weights.
 
-    Args:
-        average: read the averages of weights in their place; weights that were not trained have none.
-
-    Raises:
-        CheckpointError: there are no averages.
+    Raises CheckpointError if there are no averages.
 
     Attributes:
         directory: of its Hugging Face files, on this machine.
@@ -98,10 +93,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
-    """Build the model on the meta device: a causal LM, or one with a head over tokens or sequences.
-
-    Args:
-        adapted: the tensors are those of adapters, and the model is their base.
+    """Build the model, or the base of adapters, on the meta device: a causal LM, or one with a head over tokens.
 
     Raises CheckpointError if transformers cannot build it, or the tensors are of another model.
     """

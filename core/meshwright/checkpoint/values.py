@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides tensors: JSON values, settings of the optimizer, and random generators.
+"""What a checkpoint holds besides tensors: JSON values, settings of the optimizer, random generators, schedules.
 
 A rank that has settings or values of the optimizer to save writes a file of its own, so that none are gathered:
 {"groups": settings with the names under "params", "values": {name: {key: value}}}; see `OptimizerState`.
@@ -7,16 +7,17 @@ A rank that has settings or values of the optimizer to save writes a file of its
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError
 from ..tensors.pieces import Piece, Sharded
 from ..tensors.state import OptimizerState, ShardedState, TensorKind
-from .agreement import Share
 from .index import dtype_name, dtype_named
 from .manifest import Manifest, broken, read_verified
 from .places import Where
@@ -25,6 +26,9 @@ from .remote import place_of
 MODEL, OPTIMIZER, AVERAGES, RANDOM = "model.", "optimizer.", "ema.", "random."
 """Prefixes of the names of stored tensors."""
 _SETTINGS = "optimizer-"
+_OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+# Lists by group in a schedule's state that the groups' settings do not hold.
+_LISTS = ("lr_lambdas", "min_lrs", "max_lrs")
 
 
 def flat(state: ShardedState) -> dict[str, Sharded]:
@@ -37,10 +41,7 @@ def flat(state: ShardedState) -> dict[str, Sharded]:
 
 
 def plain(values: Any) -> Any:
-    """Convert values to JSON: integer tensors and tensors without dims are written out, tuples become lists.
-
-    Raises CheckpointError if a value cannot be converted.
-    """
+    """Convert values to JSON, integer tensors and those without dims included. Raises CheckpointError."""
     encoded = _encoded(values)
     try:
         json.dumps(encoded)
@@ -78,25 +79,8 @@ def settings_name(rank: int) -> str:
     return f"{_SETTINGS}{rank:05d}.json"
 
 
-def settings_of(optimizer: OptimizerState[Any] | None, share: Share) -> bytes | None:
-    """Return what this rank writes of the optimizer besides tensors; None if nothing. Raises CheckpointError."""
-    if optimizer is None:
-        return None
-    groups = [
-        {**each, "params": [name for name in each["params"] if name in share.grouped]} for each in optimizer.groups
-    ]
-    content = {
-        "groups": [each for each in groups if each["params"]],
-        "values": {name: each for name, each in optimizer.values.items() if name in share.valued},
-    }
-    return json.dumps(plain(content)).encode() if any(content.values()) else None
-
-
 def read_optimizer(where: Where, manifest: Manifest, stored: Mapping[str, TensorKind]) -> OptimizerState[TensorKind]:
-    """Read what a checkpoint has of the optimizer besides tensors, and the kinds of its tensors.
-
-    Args:
-        stored: shape and dtype of each tensor in the checkpoint.
+    """Read what a checkpoint has of the optimizer besides tensors, and the kinds of its tensors, out of all `stored`.
 
     Raises CheckpointError if it has no optimizer, or has changed.
     """
@@ -143,3 +127,43 @@ def set_random_state(state: Tensor) -> None:
     torch.set_rng_state(state[:count].clone())
     if state.numel() > count:
         torch.get_device_module().set_rng_state(state[count:].clone())
+
+
+def note_rates(scheduler: LRScheduler) -> None:
+    """Write the base rates into the groups before saving, since a user may have changed them in the schedule."""
+    for group, rate in zip(scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", ()), strict=False):
+        group["initial_lr"] = rate
+
+
+def load_schedule(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
+    """Load a schedule's state, after its optimizer's, for any parameter groups. Raises CheckpointError.
+
+    torch's schedules keep lists with one entry for each parameter group. Other layouts have other groups in another
+    order. So each group saves its own rates, as `lr` and `initial_lr` among its settings, and the rest of the state is
+    the first rank's. Source: torch.optim.lr_scheduler.LRScheduler.
+    """
+    scheduler.load_state_dict(_of_groups(saved, scheduler.optimizer.param_groups))
+
+
+def _of_groups(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    state = dict(saved)
+    for key, setting in _OF_GROUPS.items():
+        if key in state and all(setting in group for group in groups):
+            rates = [group[setting] for group in groups]
+            state[key] = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    for key in _LISTS:
+        values = state.get(key)
+        if not isinstance(values, list) or len(values) == len(groups):
+            continue
+        if not values or any(value != values[0] for value in values):
+            raise CheckpointError(
+                f"the schedule's {key} differ between {len(values)} parameter groups, and this rank has {len(groups)}. "
+                f"Resume on the layout that the checkpoint was saved on."
+            )
+        state[key] = values[:1] * len(groups)
+    if isinstance(state.get("milestones"), Mapping):
+        # MultiStepLR counts by step; JSON has turned the steps into strings.
+        state["milestones"] = Counter({int(step): times for step, times in state["milestones"].items()})
+    if "_schedulers" in state:
+        state["_schedulers"] = [_of_groups(each, groups) for each in state["_schedulers"]]
+    return state

@@ -12,16 +12,15 @@ from rich.text import Text
 
 from ..base.errors import CheckpointError, TornCheckpointError
 from .index import INDEX, Index, StoredTensor, dtype_name, read_index
-from .keys import ForeignCheckpointError
 from .manifest import (
     MANIFEST,
+    ForeignCheckpointError,
     Manifest,
     all_in,
     manifest_and_sizes,
-    read_manifest,
+    read_and_verified,
+    reading,
     stored_in,
-    unreadable,
-    verify,
     wrong_size,
 )
 from .places import Folder, Place
@@ -30,29 +29,18 @@ from .values import MODEL, OPTIMIZER
 
 
 def found_in(folder: Folder) -> list[Folder]:
-    """List the checkpoints in a directory, the newest first; or the directory itself, if it is a checkpoint.
-
-    Raises CheckpointError if there is none.
-    """
+    """List the checkpoints in a directory, the newest first, or the directory if it is one. Raises CheckpointError."""
     found = all_in(folder)
-    try:
+    with reading(folder):
         if not found and not {MANIFEST, INDEX} & (folder.sizes() or {}).keys():
             # Raises the error that says so.
             manifest_and_sizes(folder)
-    except OSError as error:
-        raise unreadable(folder, error) from None
     return found or [folder]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Result of reading a checkpoint.
-
-    Attributes:
-        manifest: None if it could not be read.
-        nbytes: that were read.
-        problems: of its files, by name, or of the whole.
-    """
+    """Result of reading a checkpoint; the manifest is None if it could not be read."""
 
     place: Place
     manifest: Manifest | None
@@ -75,14 +63,12 @@ def _verified(place: Place) -> Verified:
     for name, expected in manifest.files.items():
         problem = wrong_size(manifest, sizes, name)
         if problem is None:
-            try:
-                stored = stored_in(place, name)
-            except OSError as error:
-                raise unreadable(place, error) from None
+            stored = stored_in(place, name)
             if stored != expected:
                 problem = f"the contents of {name} have changed since it was written"
             nbytes += stored.size
-        problems += [] if problem is None else [problem]
+        if problem is not None:
+            problems.append(problem)
     if not problems:
         # The manifest may name no index.
         try:
@@ -100,16 +86,12 @@ def signed(manifest: Manifest, place: Place) -> str:
 
 
 def shown(where: str | Path | Folder) -> tuple[Group, bool]:
-    """Return a table of the checkpoints in a directory, or of one checkpoint; and whether all are valid.
-
-    Raises CheckpointError if there is none.
-    """
+    """Return a table of one checkpoint or all in a directory, and whether they are valid. Raises CheckpointError."""
     table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
     problems = []
     for place in found_in(place_of(where)):
         try:
-            manifest = read_manifest(place)
-            verify(place, manifest, list(manifest.files))
+            manifest = read_and_verified(place)
             columns, state = _columns(manifest, read_index(place, manifest)), "whole"
         except ForeignCheckpointError:
             raise

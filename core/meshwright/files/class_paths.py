@@ -46,7 +46,6 @@ _MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
 _users: set[str] = set()
 
 Kind = Literal["class", "function", "dict"]
-_NAMES: Mapping[Kind, str] = MappingProxyType({"class": "a class", "function": "a function", "dict": "a dict"})
 _KINDS: Mapping[Kind, Callable[[Any], bool]] = MappingProxyType(
     {"class": inspect.isclass, "function": inspect.isfunction, "dict": lambda found: isinstance(found, dict)}
 )
@@ -70,10 +69,7 @@ def allowed_imports() -> list[str]:
 
 
 def check_import(name: str) -> None:
-    """Refuse a dotted name, such as "torch.optim.AdamW", that is not on the allow-list, without importing anything.
-
-    Raises ConfigError if it is not a dotted name, or its module is not on the list.
-    """
+    """Raise ConfigError, without importing anything, if a dotted name is not on the allow-list."""
     if not isinstance(name, str) or "." not in name or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{name!r} is no import path. Give module and name, such as 'torch.optim.AdamW'.")
     if is_users(name):
@@ -93,36 +89,28 @@ def is_users(name: str) -> bool:
 
 
 def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", base: type | None = None) -> Any:
-    """Import a class by its path.
+    """Import a class by its path, such as "torch.optim.AdamW".
 
     Args:
-        name: dotted, such as "torch.optim.AdamW".
         kind: what the name may stand for; functions and dicts come from the user's own modules only.
         base: class that a class outside the user's modules must be derived from; None: any class, which the caller
             must not make objects of.
 
-    Raises:
-        ConfigError: the name is not on the allow-list, does not exist, or is not of this kind.
+    Raises ConfigError if the name is not on the allow-list, does not exist, or is not of this kind.
     """
     check_import(name)
     kinds: Sequence[Kind] = (kind,) if isinstance(kind, str) else kind
     module, _, leaf = name.rpartition(".")
     found = _attribute(_import(module, name), leaf, name)
-    fits = {
-        "class": inspect.isclass(found),
-        "function": inspect.isfunction(found) and (is_users(name) or name in _BUILT_IN_FUNCTIONS),
-        "dict": isinstance(found, dict) and is_users(name),
-    }
-    if not any(fits[each] for each in kinds):
-        wanted = " or ".join(_NAMES[each] for each in kinds)
-        told = next((each for each, is_one in _KINDS.items() if is_one(found)), None)
-        if told in kinds and told is not None:
-            raise ConfigError(
-                f"{name!r} is {_NAMES[told]} of {module!r}, but each {told} must be of a module of your own. Define it "
-                f"in one, call meshwright.allow_imports with that module's name, and name it there."
-            )
-        kind_found = _NAMES[told] if told else f"a {type(found).__name__}"
-        raise ConfigError(f"{name!r} is not {wanted}, but {kind_found}. Name {wanted}.")
+    own = next((each for each, is_one in _KINDS.items() if is_one(found)), None)
+    if own not in kinds:
+        wanted = " or ".join(f"a {each}" for each in kinds)
+        raise ConfigError(f"{name!r} is not {wanted}, but a {own or type(found).__name__}. Name {wanted}.")
+    if own != "class" and not is_users(name) and not (own == "function" and name in _BUILT_IN_FUNCTIONS):
+        raise ConfigError(
+            f"{name!r} is a {own} of {module!r}, but each {own} must be of a module of your own. Define it in one, "
+            f"call meshwright.allow_imports with that module's name, and name it there."
+        )
     if isinstance(found, dict):
         return found
     # The module may itself have imported it from anywhere.
@@ -133,7 +121,7 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
             f"name it there, and {_how_to_allow(home)}"
         )
     if base is not None and inspect.isclass(found) and not is_users(home) and not issubclass(found, base):
-        raise ConfigError(f"{name!r} is no {base.__name__}. Name a subclass of {_path(base)}.")
+        raise ConfigError(f"{name!r} is no {base.__name__}. Name a subclass of {base.__module__}.{base.__name__}.")
     return found
 
 
@@ -147,13 +135,8 @@ def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
 def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | None = None) -> Any:
     """Make the object that a mapping describes: `{_target_: path of its class, argument: value, ...}`.
 
-    Args:
-        mapping: strings of arguments whose name ends in `dtype` become dtypes.
-        expected: base class of the object.
-        default: class of the object if `_target_` is missing; None: `expected`.
-
-    Raises:
-        ConfigError: the class is not on the allow-list or not a subclass, or an argument is wrong.
+    Its class is a subclass of `expected`, without `_target_` it is `default` or else `expected`. Strings of arguments
+    whose name ends in `dtype` become dtypes. Raises ConfigError if the class or an argument is wrong.
     """
     arguments = dict(mapping)
     target = arguments.pop("_target_", None)
@@ -161,18 +144,17 @@ def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | N
     if target is not None:
         cls = import_class_from_path(target)
         if not issubclass(cls, expected):
-            raise ConfigError(f"_target_={target!r} is no {expected.__name__}. Name {_path(expected)} or a subclass.")
+            path = f"{expected.__module__}.{expected.__name__}"
+            raise ConfigError(f"_target_={target!r} is no {expected.__name__}. Name {path} or a subclass.")
     known = inspect.signature(cls).parameters
     for key in arguments:
         if key not in known:
             allowed = ", ".join(known) or "none"
             raise ConfigError(f"{cls.__name__} has no argument {key!r}.{nearest(key, known)} Allowed: {allowed}.")
-    values = {
-        key: dtype(value) if key.endswith("dtype") and isinstance(value, str) else value
-        for key, value in arguments.items()
-    }
+        if key.endswith("dtype") and isinstance(arguments[key], str):
+            arguments[key] = dtype(arguments[key])
     try:
-        return cls(**values)
+        return cls(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{cls.__name__} cannot be made from {dict(mapping)}: {error}") from None
 
@@ -200,7 +182,7 @@ def _how_to_allow(name: str) -> str:
 
 
 def _users_modules() -> set[str]:
-    listed = (name.strip() for name in os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))
+    listed = map(str.strip, os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))
     return _users | {_checked(name, ENVIRONMENT_VARIABLE) for name in listed if name}
 
 
@@ -221,15 +203,13 @@ def _import(module: str, name: str) -> Any:
     """Import a module, or the class that holds a nested name."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         parent, _, leaf = module.rpartition(".")
         # The last part may be a class; a missing dependency of an existing module is an error.
-        if parent and error.name == module:
+        if parent and isinstance(error, ModuleNotFoundError) and error.name == module:
             holder = _attribute(_import(parent, name), leaf, name)
             if inspect.isclass(holder):
                 return holder
-        raise ConfigError(f"{name!r} cannot be imported: {error}.") from None
-    except ImportError as error:
         raise ConfigError(f"{name!r} cannot be imported: {error}.") from None
 
 
@@ -238,10 +218,5 @@ def _attribute(holder: Any, leaf: str, name: str) -> Any:
         return getattr(holder, leaf)
     except AttributeError:
         known = [each for each in dir(holder) if not each.startswith("_")]
-        kind = "module" if isinstance(holder, ModuleType) else "class"
-        where = f"{kind} {holder.__name__}"
+        where = f"{'module' if isinstance(holder, ModuleType) else 'class'} {holder.__name__}"
         raise ConfigError(f"{name!r} does not exist in the {where}.{nearest(leaf, known)}") from None
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"

@@ -26,28 +26,20 @@ RunFile = Annotated[Path, typer.Argument(help="A run file (YAML).")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")]
 
 
-class told:
-    """Context that shows an error of the user's making as one message, and exits with its code.
+@contextmanager
+def told(traceback: bool, *, everywhere: bool = False) -> Iterator[None]:
+    """Show an error of the user's making as one message, with its traceback if asked for, and exit with its code.
 
-    Args:
-        traceback: show where it was raised, too.
-        everywhere: show it on each rank, since the others may have none, or another; otherwise once on each node.
+    `everywhere` shows it on each rank, since the others may have none, or another; otherwise it is shown once on each
+    node, since each has its own files.
     """
-
-    def __init__(self, traceback: bool, *, everywhere: bool = False) -> None:
-        self._traceback = traceback
-        self._everywhere = everywhere
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, MeshwrightError):
-            # Each node has its own files, so each shows what is wrong with them.
-            if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
-                frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
-                say(f"{frames}{said(error)}\n", stderr=True)
-            raise SystemExit(error.exit_code) from None
+    try:
+        yield
+    except MeshwrightError as error:
+        if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+            frames = "".join(tracebacks.format_exception(error)[:-1]) if traceback else ""
+            say(f"{frames}{said(error)}\n", stderr=True)
+        raise SystemExit(error.exit_code) from None
 
 
 @contextmanager
@@ -72,11 +64,7 @@ def output_console(width: int = 10_000) -> Console:
 
 
 def tell(what: Any, values: dict[str, Any], json_file: Path | None) -> None:
-    """Print `what` for people, and write the values for machines if there is a file for them.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Print `what` for people, and write the values for machines if there is a file for them. Raises ConfigError."""
     output_console().print(what, highlight=False)
     if json_file is not None:
         write(json_file, json.dumps(values, indent=1) + "\n")

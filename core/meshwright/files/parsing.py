@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import os
 import re
 import signal
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -101,8 +102,7 @@ def parse_yaml(text: str) -> Any:
 def _check_size(node: yaml.Node, depth: int, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
     """Return number of values and depth of a node with its aliases expanded.
 
-    Args:
-        known: results of earlier nodes; None while a node is visited, which then contains itself.
+    `known` are results of earlier nodes, None while a node is visited, which then contains itself.
     """
     if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
         raise ValueError(f"{node.value!r:.80} holds half of a surrogate pair, which is no text")
@@ -112,21 +112,16 @@ def _check_size(node: yaml.Node, depth: int, known: dict[yaml.Node, tuple[int, i
             raise ValueError("an alias (*) stands inside of what it names")
     else:
         known[node] = None
-        parts = [_check_size(child, depth + 1, known) for child in _children(node)]
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = itertools.chain.from_iterable(children)
+        parts = [_check_size(child, depth + 1, known) for child in children]
         found = known[node] = (1 + sum(size for size, _ in parts), 1 + max((deep for _, deep in parts), default=0))
     if depth + found[1] - 1 > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if found[0] > MAX_VALUES:
         raise ValueError(f"it holds more than {MAX_VALUES:,} values")
     return found
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield from (key, value)
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
 
 
 class _BlockDumper(_Dumper):
@@ -152,14 +147,11 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _parts(outer)]
+        holders = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [inner for holder in holders for inner in holder]
         if not level:
             return value
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-
-
-def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -212,14 +204,8 @@ def json_object_or_empty(path: Path) -> dict[str, Any]:
 def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Interrupt the context after a time; for patterns and templates of others.
 
-    It interrupts Python code and `re`. There is no limit in other threads than the main one, where signals are not
-    handled, or if an alarm is set already.
-
-    Args:
-        what: takes so long, for the error.
-
-    Raises:
-        TimeoutError: the time is over.
+    It interrupts Python code and `re` by a TimeoutError that says `what` takes so long. There is no limit in other
+    threads than the main one, where signals are not handled, or if an alarm is set already.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield

@@ -53,11 +53,7 @@ def _escaping(form: Callable[..., str]) -> Callable[..., str]:
 
 
 def new_console(**options: Any) -> Console:
-    """Return a rich console that prints text as it is, without markup and emoji.
-
-    Args:
-        options: of `rich.console.Console`, such as stderr=True.
-    """
+    """Return a rich console, with its options, that prints text as it is, without markup and emoji."""
     from rich.console import Console, RenderHook
 
     class Escaping(RenderHook):

@@ -10,7 +10,7 @@ from ..base.errors import StrategyError
 from .terminal import warn
 
 DISTRIBUTION = "meshwright"
-_OURS = ("meshwright", "pydantic")
+_OURS = re.compile(r"(meshwright|pydantic)(?=[._]|$)")
 """Packages whose frames a deprecation warning skips: ours, and what calls our validators."""
 
 
@@ -44,18 +44,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
     """Warn of the use of something deprecated, at the line of the caller's code; see docs/releasing.md.
 
-    Args:
-        what: the name or option, with its kind, such as "the option use_custom_fsdp".
-        since: the first version that warns.
-        removed_in: the first version without it; a test fails once it is due.
-        instead: what to do, as a sentence.
+    `what` is the name with its kind, such as "the option use_custom_fsdp"; a test fails once `removed_in` is due.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and _OURS.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     text = f"{what} is deprecated since meshwright {since} and goes away in {removed_in}. {instead}"
     warn(text, DeprecationWarning, stacklevel=level)
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0].partition("_")[0] in _OURS

@@ -38,8 +38,7 @@ PathText = Annotated[str, AfterValidator(check_path)]
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a file that exists completely or not at all; text as UTF-8. Raises OSError.
 
-    Args:
-        mode: permissions, less the process's umask.
+    `mode` are its permissions, less the process's umask.
     """
     with written_whole(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)

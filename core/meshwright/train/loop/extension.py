@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from ...events.step import StepResult
 
 if TYPE_CHECKING:
-    from ...checkpoint.keys import Key
-    from ...checkpoint.places import Access, Place
+    from ...checkpoint.places import Access, Key, Place
     from ...mesh.world import World
     from ...strategy.contract import StrategyManager
 
