@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from support.checkpoints import layouts
 
-from meshwright.tensors.ownership import SMALL_BYTES, Rectangle, divide
+from meshwright.tensors.pieces import SMALL_BYTES, Rectangle, divide
 
 
 @given(layouts())

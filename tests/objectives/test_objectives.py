@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.base.errors import BatchError, ConfigError, ModelError
-from meshwright.objectives import Objective, get_objective, list_objectives
+from meshwright.objectives import ObjectiveConfig as Objective
+from meshwright.objectives import get_objective, list_objectives
 from meshwright.objectives.base import Columns
 from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.hooks import hookimpl

@@ -33,7 +33,8 @@ from meshwright.testing.case import TOLERANCE, Outcome, share
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import difference, train_case
 from meshwright.testing.tasks import Part, train_resumed, wrong_rates
-from meshwright_run.run_file import OptimizerConfig, OptimizerGroup, ScheduleConfig
+from meshwright import OptimizerConfig, OptimizerGroup
+from meshwright.plugin import ScheduleConfig
 
 MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
 EMBEDDING: dict[str, Any] = {"match": ["*embed*"], "lr": 5e-3, "weight_decay": 0.3, "options": {"eps": 1e-6}}

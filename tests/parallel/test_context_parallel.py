@@ -8,22 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.managers import manager_of
 from support.measures import Counting
+from support.tiers import mostly_slow
+from support.told import told
 from torch import Tensor, nn
 
-from meshwright import (
-    BatchError,
-    Mesh,
-    MeshSizes,
-    MeshwrightError,
-    ModelError,
-    count_tokens,
-    open_world,
-    resolve,
-)
+from meshwright import BatchError, Mesh, MeshSizes, MeshwrightError, ModelError, count_tokens, open_world
 from meshwright.base.types import IGNORED_LABEL
 from meshwright.parallel.context import ContextParallel
-from meshwright.parallel.context.positions import divided, local_part, put_together
+from meshwright.parallel.context.attention import divided, local_part, put_together
 from meshwright.step.tokens import split_targets, target_loss_sum, token_loss_sum
 from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case, assert_parity, pool
@@ -208,9 +202,7 @@ def test_documents_and_padding(model_type: str, kind: str, config: dict[str, Any
         ("llama", "documents", ULYSSES, CP4),
     ],
 )
-def test_long_sequences_are_attended_in_blocks(
-    model_type: str, kind: str, config: dict[str, Any], sizes: dict[str, int]
-) -> None:
+def test_long_sequences_are_attended_in_blocks(model_type, kind, config, sizes):
     found = pool(_ranks(sizes)).run(_in_blocks, config, sizes, model_type, kind, 100)
     _assert_as_single(found, model_type, kind)
 
@@ -288,9 +280,7 @@ def _attentions(config: dict[str, Any], kind: str) -> int:
     ],
     ids=str,
 )
-def test_attention_is_computed_again_only_where_recomputation_is_asked_for(
-    config: dict[str, Any], kind: str, expected: int
-) -> None:
+def test_attention_is_computed_again_only_where_recomputation_is_asked_for(config, kind, expected):
     assert pool(2).run(_attentions, config, kind) == [expected] * 2
 
 
@@ -365,44 +355,42 @@ def test_dropout_trains() -> None:
 
 def _refusal(
     config: dict[str, Any], sizes: dict[str, int], case: Case, change: dict[str, Any], evaluates: bool = False
-) -> tuple[str, str]:
-    try:
+) -> str:
+    def train() -> None:
         manager: Any = build_manager("fsdp2", config, sizes, case)
         batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
         num_tokens = count_tokens(batches, manager.mesh)
         for name, value in change.items():
             batches[0][name] = batches[0][name][:, :value] if isinstance(value, int) else value
-        call = manager.eval_loss if evaluates else manager.forward_backward
-        call(batches, num_tokens=num_tokens)
-    except MeshwrightError as error:
-        return type(error).__name__, str(error)
-    return "", "accepted"
+        (manager.eval_loss if evaluates else manager.forward_backward)(batches, num_tokens=num_tokens)
+
+    return told(train)
 
 
 def _refused_by(error: type[MeshwrightError], text: str, *arguments: Any, ranks: int = 2) -> None:
     answers = pool(ranks).run(_refusal, *arguments)
     assert len(set(answers)) == 1
-    assert answers[0][0] == error.__name__
-    assert text in answers[0][1]
+    assert answers[0].startswith(f"{error.__name__}: ")
+    assert text in answers[0]
 
 
 @pytest.mark.parametrize(
     ("model_type", "text", "evaluates"),
-    [
-        pytest.param("routed", "has no attention of transformers", False, marks=SLOW),
-        ("mamba", "outside of attention", True),
-        pytest.param("bloom", "cannot run on a part of the positions", False, marks=SLOW),
-        pytest.param("falcon_h1", "outside of attention", True, marks=SLOW),
-    ],
+    mostly_slow(
+        [
+            ("mamba", "outside of attention", True),
+            ("routed", "has no attention of transformers", False),
+            ("bloom", "cannot run on a part of the positions", False),
+            ("falcon_h1", "outside of attention", True),
+        ]
+    ),
 )
 def test_models_that_mix_positions_elsewhere_are_refused(model_type: str, text: str, evaluates: bool) -> None:
     case = Case(model_type=model_type, tied=None)
-    answers = set(pool(2).run(_refusal, {}, CP2, case, {}, evaluates))
-    assert len(answers) == 1
-    ((error, told),) = answers
-    assert error == "ModelError"
-    assert text.lower() in told.lower()
-    assert "Set cp_size=1" in told
+    (answer,) = set(pool(2).run(_refusal, {}, CP2, case, {}, evaluates))
+    assert answer.startswith("ModelError: ")
+    assert text.lower() in answer.lower()
+    assert "Set cp_size=1" in answer
 
 
 def _half(model_type: str, config: dict[str, Any]) -> float:
@@ -439,9 +427,7 @@ def test_what_cannot_be_exchanged_is_refused_with_the_other_way() -> None:
         pytest.param(SP, TP2_CP2, 4, "cp_size=2 and sequence_parallel. Pad them to a multiple of 8", marks=SLOW),
     ],
 )
-def test_lengths_that_do_not_divide_are_refused(
-    config: dict[str, Any], sizes: dict[str, int], ranks: int, text: str
-) -> None:
+def test_lengths_that_do_not_divide_are_refused(config, sizes, ranks, text):
     _refused_by(BatchError, text, config, sizes, Case(), {"input_ids": 14, "labels": 14}, ranks=ranks)
 
 
@@ -454,16 +440,10 @@ def test_what_cannot_be_divided_in_a_batch_is_refused() -> None:
 
 
 def _configured(fields: dict[str, Any]) -> str:
-    world = open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(**CP2), world.size)
     model = tiny_model()
     for name, value in fields.items():
         setattr(model.config, name, value)
-    try:
-        stack.build(Mesh(degrees, world)).parallelize(model)
-    except ModelError as error:
-        return str(error)
-    return "accepted"
+    return told(manager_of, model, "fsdp2", sizes=CP2)
 
 
 def test_attention_and_positions_that_cannot_be_divided_are_refused_before_the_model_is_changed() -> None:

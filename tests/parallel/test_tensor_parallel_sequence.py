@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.tensor_only import assert_equal_to_single, prepare
+from support.told import told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, open_world
+from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.sequence_stream import find_parts
@@ -100,18 +101,16 @@ def test_only_the_blocks_of_a_stack_are_on_a_part_of_the_positions() -> None:
 def _refusal(model_type: str) -> tuple[str, bool]:
     """The refusal, and whether weights are as they were."""
     prepare()
-    case = Case(model_type=model_type, tied=None)
-    manager = None
-    try:
-        manager = build_manager("tensor_only", {"sequence_parallel": True}, {"tp_size": 2}, case)
-        before = full_weights(manager)
-        train_steps(manager, case, range(1))
-    except ModelError as error:
-        if manager is None:
-            return str(error), True
-        after = full_weights(manager)
-        return str(error), all(torch.equal(before[name], after[name]) for name in before)
-    return "", False
+    case, managers, before = Case(model_type=model_type, tied=None), [], {}
+
+    def train() -> None:
+        managers.append(build_manager("tensor_only", {"sequence_parallel": True}, {"tp_size": 2}, case))
+        before.update(full_weights(managers[0]))
+        train_steps(managers[0], case, range(1))
+
+    text = told(train)
+    after = full_weights(managers[0]) if managers else {}
+    return text, all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +152,13 @@ def _odd_length(sequence_parallel: bool) -> tuple[str, float]:
     manager = build_manager("tensor_only", {"sequence_parallel": sequence_parallel}, {"tp_size": 2}, case)
     good = share(case, 0, 0, 1)
     odd = [{key: value[:, :15] for key, value in batch.items()} for batch in good]
-    text = ""
-    try:
+
+    def train() -> None:
         manager.eval_loss(odd, num_tokens=count_tokens(odd, manager.mesh))
         manager.forward_backward(odd, num_tokens=count_tokens(odd, manager.mesh))
         manager.optimizer_step()
-    except BatchError as error:
-        text = str(error)
-    return text, float(manager.forward_backward(good, num_tokens=count_tokens(good, manager.mesh)))
+
+    return told(train), float(manager.forward_backward(good, num_tokens=count_tokens(good, manager.mesh)))
 
 
 def test_a_length_that_the_ranks_do_not_divide_is_refused_and_training_goes_on() -> None:
@@ -177,10 +175,9 @@ def _odd_length_on_one_data_rank() -> str:
     length = 15 if mesh.data_rank == 1 else 16
     ids_BS = torch.zeros(2, length, dtype=torch.int64)
     batch = {"input_ids": ids_BS, "labels": ids_BS}
-    with pytest.raises(BatchError) as caught:
-        agree([batch], torch.tensor(1), mesh, Terms(sequence_multiple=2))
+    text = told(agree, [batch], torch.tensor(1), mesh, Terms(sequence_multiple=2))
     dist.barrier()
-    return str(caught.value)
+    return text
 
 
 @pytest.mark.slow

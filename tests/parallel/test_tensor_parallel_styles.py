@@ -55,56 +55,48 @@ def _own(tensor: Tensor, dim: int) -> Tensor:
     return tensor.split(sizes, dim)[dist.get_rank()]
 
 
-def _copy_and_reduce(x: Tensor, dim: int, group: Any) -> Tensor:
-    """Replicated, used in parts: the sum over ranks of own_weights * x**2."""
-    part = (_weights(dist.get_rank()) * Copy.apply(x, group) ** 2).sum()
-    return Reduce.apply(part, group)
-
-
-def _split_and_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-    """x**2, computed in chunks."""
-    whole = Gather.apply(Split.apply(x, dim, group) ** 2, dim, x.shape[dim], group)
-    return (_weights(0) * whole).sum()
-
-
-def _split_and_gather_for_parts(x: Tensor, dim: int, group: Any) -> Tensor:
-    """x**2, computed in chunks, then used in parts."""
-    whole = GatherForParts.apply(Split.apply(x, dim, group) ** 2, None, dim, group)
-    return Reduce.apply((_weights(dist.get_rank()) * whole).sum(), group)
-
-
-def _given_whole_for_parts(x: Tensor, dim: int, group: Any) -> Tensor:
-    """The same with what has been gathered before."""
-    part = Split.apply(x, dim, group) ** 2
-    whole = GatherForParts.apply(part, gather(part.detach(), dim, x.shape[dim], group), dim, group)
-    return Reduce.apply((_weights(dist.get_rank()) * whole).sum(), group)
-
-
-def _reduce_scatter_and_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-    """Partial products, whose sum is squared in chunks."""
-    partial = _weights(dist.get_rank()) * Copy.apply(x, group)
-    whole = Gather.apply(ReduceScatter.apply(partial, dim, group) ** 2, dim, x.shape[dim], group)
-    return (_weights(9) * whole).sum()
-
-
 def _whole_weights(ranks: int) -> Tensor:
     return torch.stack([_weights(rank) for rank in range(ranks)]).sum(0)
 
 
+def _in_parts(whole: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of a tensor that each uses in part, with weights of its own."""
+    return Reduce.apply((_weights(dist.get_rank()) * whole).sum(), group)
+
+
+def _given_whole(x: Tensor, dim: int, group: Any) -> Tensor:
+    part = Split.apply(x, dim, group) ** 2
+    return GatherForParts.apply(part, gather(part.detach(), dim, x.shape[dim], group), dim, group)
+
+
+def _of_chunks(part: Tensor, x: Tensor, dim: int, group: Any) -> Tensor:
+    return Gather.apply(part**2, dim, x.shape[dim], group)
+
+
+def _partial(x: Tensor, dim: int, group: Any) -> Tensor:
+    return ReduceScatter.apply(_weights(dist.get_rank()) * Copy.apply(x, group), dim, group)
+
+
 Chain = Callable[[Tensor, int, Any], Tensor]
-
-
-def _squares_in_parts(x: Tensor, ranks: int) -> Tensor:
-    return (_whole_weights(ranks) * x**2).sum()
-
-
-CHAINS: dict[str, tuple[Chain, Callable[[Tensor, int], Tensor], bool]] = {
-    "copy-reduce": (_copy_and_reduce, _squares_in_parts, True),
-    "split-gather": (_split_and_gather, lambda x, ranks: (_weights(0) * x**2).sum(), True),
-    "split-gather_for_parts": (_split_and_gather_for_parts, _squares_in_parts, False),
-    "split-given_for_parts": (_given_whole_for_parts, _squares_in_parts, False),
+Whole = Callable[[Tensor, int], Tensor]
+SQUARES: Whole = lambda x, ranks: (_whole_weights(ranks) * x**2).sum()  # noqa: E731
+CHAINS: dict[str, tuple[Chain, Whole, bool]] = {
+    "copy-reduce": (lambda x, dim, group: _in_parts(Copy.apply(x, group) ** 2, group), SQUARES, True),
+    "split-gather": (
+        lambda x, dim, group: (_weights(0) * _of_chunks(Split.apply(x, dim, group), x, dim, group)).sum(),
+        lambda x, ranks: (_weights(0) * x**2).sum(),
+        True,
+    ),
+    "split-gather_for_parts": (
+        lambda x, dim, group: _in_parts(GatherForParts.apply(Split.apply(x, dim, group) ** 2, None, dim, group), group),
+        SQUARES,
+        False,
+    ),
+    "split-given_for_parts": (lambda x, dim, group: _in_parts(_given_whole(x, dim, group), group), SQUARES, False),
     "reduce_scatter-gather": (
-        *(_reduce_scatter_and_gather, lambda x, ranks: (_weights(9) * (_whole_weights(ranks) * x) ** 2).sum(), False),
+        lambda x, dim, group: (_weights(9) * _of_chunks(_partial(x, dim, group), x, dim, group)).sum(),
+        lambda x, ranks: (_weights(9) * (_whole_weights(ranks) * x) ** 2).sum(),
+        False,
     ),
 }
 """By name: the chain, what it computes, and whether it takes sizes that the ranks do not divide."""
@@ -211,9 +203,7 @@ def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> 
     ids=str,
 )
 @TWO_OR_FOUR
-def test_loss_of_sharded_logits_is_that_of_whole_ones(
-    ranks: int, vocab: int, dtype: torch.dtype, scale: float, masked: str
-) -> None:
+def test_loss_of_sharded_logits_is_that_of_whole_ones(ranks, vocab, dtype, scale, masked):
     whole_BSV = _logits((3, 9), vocab, dtype, scale).requires_grad_()
     expected = token_loss_sum(whole_BSV, _labels((3, 9), vocab, masked))
     (expected / 7).backward()

@@ -21,7 +21,7 @@ from meshwright.base.errors import ConfigError, ModelError
 from meshwright.files import class_paths
 from meshwright.files.class_paths import allow_imports, check_import, import_class_from_path, instantiate
 from meshwright.model.configuration import config_from_mapping
-from meshwright.objectives.base import Objective
+from meshwright.objectives.base import ObjectiveConfig as Objective
 from meshwright.objectives.registry import check_objective, get_objective
 from meshwright.optim.build import optimizer_class
 from meshwright.optim.config import OptimizerConfig, OptimizerGroup

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.managers import manager_of
 from support.tiers import mostly_slow
+from support.told import told
 
-from meshwright import BatchError, StrategyError, count_tokens
+from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, optimizer_factory
 from meshwright.step.tokens import token_loss_sum
 from meshwright.testing import Case, pool
-from meshwright.testing.case import share
+from meshwright.testing.case import global_batch, share
+from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
 
 
@@ -47,9 +50,7 @@ def _defects(strategy: str) -> tuple[list[str], float]:
     tokens = count_tokens(good, mesh)
     for change, others in (*((change, tokens) for change, _ in DEFECTS), (list, torch.tensor(7))):
         given = (change(good), others) if mesh.rank == 1 else (good, tokens)
-        with pytest.raises(BatchError) as caught:
-            manager.forward_backward(given[0], num_tokens=given[1])
-        texts.append(str(caught.value))
+        texts.append(told(manager.forward_backward, given[0], num_tokens=given[1]))
     return texts, float(manager.forward_backward(good, num_tokens=tokens))
 
 
@@ -58,6 +59,7 @@ def test_defect_on_one_rank_raises_on_all_and_training_goes_on(strategy: str) ->
     first, second = pool(2).run(_defects, strategy)
     assert first == second
     for text, words in zip(first[0], [*(words for _, words in DEFECTS), "num_tokens: between 7 and"], strict=True):
+        assert text.startswith("BatchError: ")
         assert words in text
 
 
@@ -65,9 +67,7 @@ def _no_tokens() -> str:
     case = Case(empty=12)
     manager = build_manager("fsdp2", {}, {}, case)
     batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
-    with pytest.raises(BatchError) as caught:
-        manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
-    return str(caught.value)
+    return told(manager.forward_backward, batches, num_tokens=count_tokens(batches, manager.mesh))
 
 
 def test_step_without_any_target_is_refused() -> None:
@@ -75,8 +75,6 @@ def test_step_without_any_target_is_refused() -> None:
 
 
 def _count(shares: tuple[int, ...] | None, sizes: dict[str, int]) -> int:
-    from meshwright import Mesh, MeshSizes, open_world
-
     world = open_world("cpu")
     mesh = Mesh(MeshSizes(**sizes).resolve(world.size), world)
     batches = share(Case(shares=shares, microbatches=1), 0, mesh.data_rank, mesh.data_size)
@@ -85,8 +83,6 @@ def _count(shares: tuple[int, ...] | None, sizes: dict[str, int]) -> int:
 
 @pytest.mark.slow
 def test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch() -> None:
-    from meshwright.testing.case import global_batch
-
     labels = global_batch(Case(), 0)["labels"]
     expected = int((labels[:, 1:] != -100).sum())
     assert pool(4).run(_count, (1, 2, 4, 5), {}) == [expected] * 4
@@ -95,30 +91,20 @@ def test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_
 
 
 def _misuse(strategy: str) -> list[str]:
-    from meshwright.optim.build import optimizer_factory
-    from meshwright.testing.models import tiny_model
-    from meshwright_run.run_file import OptimizerConfig
-
     case = Case()
     manager = build_manager(strategy, {}, {}, case)
     batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens(batches, manager.mesh)
     manager.forward_backward(batches, num_tokens=tokens)
     fresh = type(manager)(manager.config, manager.mesh)
-    calls = [
-        lambda: manager.forward_backward(batches, num_tokens=tokens),
-        lambda: manager.parallelize(tiny_model()),
-        lambda: fresh.forward_backward(batches, num_tokens=tokens),
-        lambda: fresh.build_optimizer(optimizer_factory(OptimizerConfig())),
-        lambda: fresh.optimizer_step(),
-        lambda: fresh.state_dict(),
+    return [
+        told(manager.forward_backward, batches, num_tokens=tokens),
+        told(manager.parallelize, tiny_model()),
+        told(fresh.forward_backward, batches, num_tokens=tokens),
+        told(fresh.build_optimizer, optimizer_factory(OptimizerConfig())),
+        told(fresh.optimizer_step),
+        told(fresh.state_dict),
     ]
-    texts = []
-    for call in calls:
-        with pytest.raises(StrategyError) as caught:
-            call()
-        texts.append(str(caught.value))
-    return texts
 
 
 def test_the_loss_of_logits_in_half_precision_is_that_in_float32() -> None:
@@ -139,21 +125,9 @@ def test_calls_out_of_order_are_told(strategy: str) -> None:
 
 
 def _untrainable() -> list[str]:
-    from meshwright import Mesh, MeshSizes, ModelError, open_world, resolve
-    from meshwright.testing.models import tiny_model
-
-    world = open_world("cpu")
-    stack, degrees = resolve("ddp", MeshSizes(), world.size)
-    mesh = Mesh(degrees, world)
-    frozen = tiny_model().requires_grad_(False)
-    routed = tiny_model()
+    frozen, routed = tiny_model().requires_grad_(False), tiny_model()
     routed.config.output_router_logits = True
-    texts = []
-    for model in (frozen, routed):
-        with pytest.raises(ModelError) as caught:
-            stack.build(mesh).parallelize(model)
-        texts.append(str(caught.value))
-    return texts
+    return [told(manager_of, model, "ddp") for model in (frozen, routed)]
 
 
 def test_models_that_would_train_wrongly_are_refused_on_all_ranks() -> None:
@@ -172,17 +146,14 @@ def _shared(rank: int) -> list[str]:
         mine = share(case, 0, mesh.data_rank, mesh.data_size)
         if mesh.rank == culprit:
             mine = [{**batch, "input_ids": batch["input_ids"].flip(0)} for batch in mine]
-        try:
-            manager.forward_backward(mine, num_tokens=count_tokens(mine, mesh))
-            texts.append("trained")
-        except BatchError as error:
-            texts.append(str(error))
+        texts.append(told(lambda mine=mine: manager.forward_backward(mine, num_tokens=count_tokens(mine, mesh))))
     return texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_ranks_that_share_a_batch_must_have_the_same_tokens(rank: int) -> None:
-    for told, then in pool(4).run(_shared, rank):
-        assert f"different input_ids for data rank {rank // 2} of 2" in told
-        assert then == "trained"
+    for text, then in pool(4).run(_shared, rank):
+        assert "BatchError: ranks that share a batch" in text
+        assert f"different input_ids for data rank {rank // 2} of 2" in text
+        assert not then

@@ -13,6 +13,7 @@ import torch
 from support.managers import manager_of
 from support.objective_layouts import LAYOUTS, ZERO1, Layout, trained_by
 from support.tiers import mostly_slow
+from support.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -23,12 +24,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from meshwright import (
-    MeshwrightError,
-    count_tokens,
-    load_checkpoint,
-    save_checkpoint,
-)
+from meshwright import count_tokens, load_checkpoint, save_checkpoint
 from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.checkpoint import export_checkpoint
 from meshwright.objectives import get_objective
@@ -266,20 +262,19 @@ def _on_tokens(tokens: Tokens, batch: Batch) -> Tensor:
     return -tokens.log_probs.sum()
 
 
-def _told(layout: Layout, kind: str, objective: Any, padding: int | None, features: int) -> str:
+def _refusal(layout: Layout, kind: str, objective: Any, padding: int | None, features: int) -> str:
     """The error of the first step, or of what comes before."""
-    try:
+
+    def train() -> None:
         manager = _manager(layout, _model(kind, "llama", features=features, padding=padding))
         mesh = manager.mesh
         batches = _microbatches(kind, Case(), 0, mesh.data_rank, mesh.data_size)
         if objective is None:
-            names = ("input_ids", "labels")
-            batches = [{name: batch[name] for name in names} for batch in batches]
+            batches = [{name: batch[name] for name in ("input_ids", "labels")} for batch in batches]
         count = count_tokens(batches, mesh, objective)
         manager.forward_backward(batches, num_tokens=count, objective=objective)
-    except MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+
+    return told(train)
 
 
 REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
@@ -300,7 +295,7 @@ REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
 @pytest.mark.parametrize("name", mostly_slow(REFUSED, "no objective", "no padding"))
 def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: str) -> None:
     where, kind, objective, padding, features, text = REFUSED[name]
-    found = pool(PLACES[where].ranks).run(_told, PLACES[where], kind, objective, padding, features)
+    found = pool(PLACES[where].ranks).run(_refusal, PLACES[where], kind, objective, padding, features)
     assert len(set(found)) == 1, found
     start, *rest = text.split("*")
     assert all(each in found[0] for each in (start, *rest)), found[0]

@@ -86,7 +86,7 @@ def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
     if "ep2" in stack:
         # How many rows each rank sends and receives, and nothing again in recomputation. The experts themselves are
         # eager here, as float64 on a CPU asks for, with a loop over those that are chosen.
-        expected["expert/dispatch.py"] = LAYERS
+        expected["parallel/expert.py"] = LAYERS
         expected["qwen3_moe/modeling_qwen3_moe.py"] = reads["qwen3_moe/modeling_qwen3_moe.py"]
     if "cp2" not in stack:
         expected["transformers/masking_utils.py"] = FORWARDS.get(stack, 1)
@@ -149,9 +149,7 @@ def _announced(culprit: int, reader: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize(("culprit", "reader"), mostly_slow([(1, None), (1, 0), (1, 1)]))
-def test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count(
-    culprit: int, reader: int | None
-) -> None:
+def test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count(culprit, reader):
     told, others = pool(2).run(_announced, culprit, reader)
     assert told == others
     assert told[-1] == told[3]

@@ -102,8 +102,8 @@ def trained(rope: str, strategy: str, sizes: dict[str, int], microbatches: int, 
     ),
 )
 def test_rope_that_looks_at_the_batch_gives_the_same_loss_in_every_layout(
-    ranks: int, strategy: str, sizes: dict[str, int], microbatches: int, rope: str, packed: bool
-) -> None:
+    ranks, strategy, sizes, microbatches, rope, packed
+):
     (expected,) = pool(1).run(trained, rope, "single", {}, 1, packed)
     for found in pool(ranks).run(trained, rope, strategy, sizes, microbatches, packed):
         assert found == pytest.approx(expected, rel=0, abs=1e-9)

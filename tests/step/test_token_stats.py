@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.objective_layouts import LAYOUTS, Layout, case_of, everything, packed, trained
 from support.tiers import mostly_slow
+from support.told import told
 from torch import Tensor
 
-from meshwright import BatchError, MeshwrightError
 from meshwright.base.types import IGNORED_LABEL, Batch, TokenStatistic
 from meshwright.step.tokens import targets
 from meshwright.testing import Case, pool
@@ -60,10 +60,10 @@ def _plain(model: Any, batch: Batch) -> dict[str, Tensor]:
         # With a cache, transformers does not keep packed documents apart.
         inputs = {name: each for name, each in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits
-    told = targets(batch["labels"])
-    mask = told != IGNORED_LABEL
+    labels = targets(batch["labels"])
+    mask = labels != IGNORED_LABEL
     log_probs = logits.log_softmax(-1)
-    of_label = [each.gather(-1, told.clamp(min=0)[..., None])[..., 0] for each in (log_probs, logits)]
+    of_label = [each.gather(-1, labels.clamp(min=0)[..., None])[..., 0] for each in (log_probs, logits)]
     return {
         "log_probs": of_label[0] * mask,
         "logsumexp": logits.logsumexp(-1),
@@ -141,19 +141,17 @@ def _asked_twice(layout: Layout, case: Case) -> list[list[str]]:
 
 
 def test_other_names_are_told_the_next_time() -> None:
-    (told,) = pool(1).run(_asked_twice, LAYOUTS["single"], case_of(LAYOUTS["single"]))
-    assert told == [["logsumexp"], ["entropy", "is_top1"]]
+    (found,) = pool(1).run(_asked_twice, LAYOUTS["single"], case_of(LAYOUTS["single"]))
+    assert found == [["logsumexp"], ["entropy", "is_top1"]]
 
 
 def _refused(layout: Layout, case: Case) -> str:
     manager = layout.build(case)
-    rank = manager.mesh.data_rank
-    names: Any = ["entropy"] if manager.mesh.rank else ["entropy", "perplexity"]
-    with pytest.raises(BatchError) as caught:
-        manager.token_stats(_microbatches(case.model_type, rank, KINDS), names)
-    (first, *_) = manager.token_stats(_microbatches(case.model_type, rank, KINDS), ["entropy"])
+    batches = _microbatches(case.model_type, manager.mesh.data_rank, KINDS)
+    text = told(manager.token_stats, batches, ["entropy"] if manager.mesh.rank else ["entropy", "perplexity"])
+    (first, *_) = manager.token_stats(batches, ["entropy"])
     assert float(first["entropy"].mean()) > 1
-    return str(caught.value)
+    return text
 
 
 @pytest.mark.parametrize("name", mostly_slow(["fsdp2", "pp-interleaved"]))
@@ -172,13 +170,6 @@ TYPES = (
 """With soft caps (gemma2), scaled logits (granite, cohere), biases and learned positions (gpt2), experts."""
 
 
-def _attempt(layout: Layout, case: Case, kinds: Sequence[str]) -> Any:
-    try:
-        return _stats(layout, case, kinds, {})
-    except MeshwrightError as error:
-        return str(error)
-
-
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -186,8 +177,7 @@ def test_architectures_in_every_layout(model_type: str, name: str) -> None:
     """Those that the layout takes; who refuses says why, on all ranks."""
     layout = LAYOUTS[name]
     case, kinds = case_of(layout, model_type=model_type, tied=None), ("plain", "plain", "plain")
-    refused = {each for each in pool(layout.ranks).run(_attempt, layout, case, kinds) if isinstance(each, str)}
+    (refused,) = set(pool(layout.ranks).run(told, _stats, layout, case, kinds, {}))
     if refused:
-        assert len(refused) == 1
-        pytest.skip(refused.pop())
+        pytest.skip(refused)
     assert _compare(layout, case, kinds) <= WITHIN

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import MANIFEST, step_name
-from meshwright.tensors.ownership import Rectangle
+from meshwright.tensors.pieces import Rectangle
 
 
 def reseal(directory: Path, **changes: Any) -> None:

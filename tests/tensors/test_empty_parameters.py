@@ -48,9 +48,7 @@ def _refused(strategy: str, sizes: dict[str, int]) -> str:
         ),
     ],
 )
-def test_a_trained_parameter_without_elements_is_refused_on_all_ranks(
-    strategy: str, ranks: int, sizes: dict[str, int]
-) -> None:
+def test_a_trained_parameter_without_elements_is_refused_on_all_ranks(strategy, ranks, sizes):
     assert len(set(pool(ranks).run(_refused, strategy, sizes))) == 1
 
 

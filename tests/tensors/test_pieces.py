@@ -154,7 +154,5 @@ def _filled(strategy: str, config: dict[str, object], sizes: dict[str, int], mod
     ],
     ids=str,
 )
-def test_what_is_written_into_pieces_is_what_the_strategy_trains(
-    strategy: str, config: dict[str, object], ranks: int, sizes: dict[str, int], model_type: str
-) -> None:
+def test_what_is_written_into_pieces_is_what_the_strategy_trains(strategy, config, ranks, sizes, model_type):
     assert pool(ranks).run(_filled, strategy, config, sizes, model_type) == [True] * ranks

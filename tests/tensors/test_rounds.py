@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import layouts
 
-from meshwright.tensors.ownership import Rectangle, divide
-from meshwright.tensors.rounds import rounds
+from meshwright.tensors.pieces import Rectangle, divide
+from meshwright.tensors.whole_parameters import rounds
 
 
 @settings(deadline=None)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..tensors.ownership import Rectangle
-from ..tensors.pieces import Piece, Sharded
+from ..tensors.pieces import Piece, Rectangle, Sharded
 from ..tensors.state import TensorKind
 from .directory import Draft
 from .manifest import PAYLOAD, Manifest, StoredFile, broken, open_verified, read_verified

@@ -31,8 +31,7 @@ from ..mesh.world import new_group
 from ..model.adapter import adapter_configs, adapter_folder, base_of, left_out
 from ..model.model_files import GENERATION_CONFIG, generation_json, kept_files, without_replaced
 from ..strategy.contract import StrategyManager
-from ..tensors.ownership import Rectangle, divide
-from ..tensors.pieces import Sharded
+from ..tensors.pieces import Rectangle, Sharded, divide
 from ..tensors.state import OptimizerState
 from .directory import HUGGING_FACE, draft_of
 from .index import INDEX, dtype_name, payload_name, write_tensors, written_index

@@ -29,10 +29,9 @@ from ..step.axis import Axis
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import model_layout
 from ..tensors import state as states
-from ..tensors.averages import Averages
 from ..tensors.norms import check_clip
 from ..tensors.pieces import Sharded
-from ..tensors.state import DTENSORS, OptimizerState, Parts, ShardedState, TensorKind
+from ..tensors.state import DTENSORS, Averages, OptimizerState, Parts, ShardedState, TensorKind
 from .forward import Forward
 from .gradients import Findings, Gradients
 from .start import (

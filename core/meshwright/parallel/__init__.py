@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..base.errors import MeshwrightError, ModelError
 from ..model.forward_order import Layer, put_around
 
 Forward = Callable[..., Any]
@@ -24,3 +28,16 @@ def wrap_forward(module: nn.Module, layer: Layer, run: Forward, is_active: Calla
         return wrapped
 
     put_around(module, layer, around)
+
+
+@contextmanager
+def explained(tell: Callable[[str], str], *, is_first: bool) -> Iterator[None]:
+    """Raise what a model's own code fails with in its first forward as a ModelError, of which `tell` makes the text."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, dist.DistError, MeshwrightError):
+        raise
+    except RuntimeError as error:
+        if not is_first:
+            raise
+        raise ModelError(tell(str(error).strip().splitlines()[0])) from error

@@ -59,10 +59,6 @@ class Terms:
         unmasked = (int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
         return sum(unmasked) if own is None else own
 
-    def signature(self, microbatches: Sequence[Batch]) -> int:
-        """Return a number that must be equal on all ranks."""
-        return 0 if self.objective is None else self.objective.signature(microbatches)
-
 
 def checksum(microbatches: Sequence[Batch]) -> int | None:
     """Return a 32-bit checksum of all `input_ids`; None if they are on an accelerator, for which it would wait."""
@@ -208,7 +204,7 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
     terms = Terms(objective=None if objective is None else Given(objective))
     found = defect_of(microbatches)
     defect = None if found is None else BatchError(found)
-    answer = _sent(_message(microbatches, mesh, terms, defect, given=_COUNTED))
+    answer = _message(microbatches, mesh, terms, defect, given=_COUNTED).sent()
     answer.check()
     return torch.tensor(answer.tokens, dtype=torch.int64)
 
@@ -219,7 +215,7 @@ def announce(microbatches: Sequence[Batch], mesh: Mesh, terms: Terms) -> Tensor:
     message = _message(microbatches, mesh, terms, defect, given=_ANNOUNCED)
     wait = mesh.world.begin_exchange(message.sums, message.highs)
     count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(TokenCount)
-    count.microbatches, count.terms, count.answer = microbatches, terms, lambda: _Answer.of(message, wait())
+    count.microbatches, count.terms, count.answer = microbatches, terms, lambda: _Answer(message, wait())
     return count
 
 
@@ -238,7 +234,7 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, 
     else:
         total = _NO_LOSS if num_tokens is None else int(num_tokens)
         defect = defect_under(microbatches, terms, mesh.degrees.cp)
-        answer = _sent(_message(microbatches, mesh, terms, defect, given=total))
+        answer = _message(microbatches, mesh, terms, defect, given=total).sent()
     answer.check()
     total = 1 if num_tokens is None else total
     if total < 1:
@@ -261,6 +257,9 @@ class _Message:
     sums: list[int]
     highs: list[int]
 
+    def sent(self) -> _Answer:
+        return _Answer(self, self.mesh.world.exchange(self.sums, self.highs))
+
 
 def _message(
     microbatches: Sequence[Batch], mesh: Mesh, terms: Terms, defect: MeshwrightError | None, *, given: int
@@ -274,62 +273,45 @@ def _message(
         except BatchError as error:
             defect = error
     if defect is None and given != _COUNTED:
-        count, most, signature = len(microbatches), terms.count(microbatches), terms.signature(microbatches)
+        count, most = len(microbatches), terms.count(microbatches)
+        signature = 0 if terms.objective is None else terms.objective.signature(microbatches)
         share, frozen = share_of(mesh, checksum(microbatches)), terms.frozen
         longest = max(batch["input_ids"].shape[1] for batch in microbatches)
     equal = [count, -count, given, -given, signature, -signature]
     return _Message(mesh, defect, [int(defect is not None), tokens, share, frozen], [*equal, most, longest])
 
 
-def _sent(message: _Message) -> _Answer:
-    return _Answer.of(message, message.mesh.world.exchange(message.sums, message.highs))
-
-
-@dataclass(frozen=True)
 class _Answer:
-    message: _Message
-    defects: int
-    tokens: int
-    shares: int
-    frozen: int
-    high_count: int
-    minus_low_count: int
-    high_given: int
-    minus_low_given: int
-    high_signature: int
-    minus_low_signature: int
-    most: int
-    longest: int
-
-    @classmethod
-    def of(cls, message: _Message, numbers: tuple[Sequence[int], Sequence[int]]) -> _Answer:
-        sums, highs = numbers
-        return cls(message, *sums, *highs)
+    def __init__(self, message: _Message, numbers: tuple[Sequence[int], Sequence[int]]) -> None:
+        self._message = message
+        (self.defects, self.tokens, self.shares, self._frozen), (*pairs, self.most, self.longest) = numbers
+        # The lowest and the highest of all ranks.
+        self._counts, self._given, self._signatures = ((-pairs[at + 1], pairs[at]) for at in (0, 2, 4))
 
     def check(self) -> None:
         """Refuse malformed batches, and steps that ranks would not run alike."""
         if self.defects:
-            self.message.mesh.world.raise_any(self.message.defect)
-        low, high = -self.minus_low_given, self.high_given
+            self._message.mesh.world.raise_any(self._message.defect)
+        low, high = self._given
         if low < 0 and low != high:
             raise BatchError(
                 "ranks do not call alike: some announce a step, count tokens or ask for token_stats, while others do "
                 "something else. Call announce, count_tokens, forward_backward, eval_loss and token_stats on all "
                 "ranks, in the same order."
             )
-        if self.high_signature != -self.minus_low_signature:
+        if self._signatures[0] != self._signatures[1]:
             raise BatchError(
                 "ranks disagree on the objective, or on the columns of its batches: their names, dtypes and numbers of "
                 "dims. Give all ranks the same objective, and microbatches with the same columns."
             )
-        if self.frozen:
+        if self._frozen:
             raise StrategyError(
                 "ranks disagree on which parameters are frozen. Set requires_grad alike on all ranks, and where stages "
                 "of a pipeline share a parameter (tied embedding and head), on each stage."
             )
-        if self.high_count != -self.minus_low_count:
+        if self._counts[0] != self._counts[1]:
             raise BatchError(
-                f"ranks disagree on the number of microbatches: between {-self.minus_low_count} and {self.high_count}. "
+                f"ranks disagree on the number of microbatches: between {self._counts[0]} and {self._counts[1]}. "
                 f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
             )
         if low != high:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat.transformers import forget_length, length_dependent_ropes
+from ..tensors.ops import with_attribute
 
 
 def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
@@ -55,14 +56,9 @@ class RopeLength:
             rope.register_forward_pre_hook(self._before, with_kwargs=True)
             rope.register_forward_hook(self._after)
 
-    @contextmanager
-    def within_step(self, length: int) -> Iterator[None]:
+    def within_step(self, length: int) -> AbstractContextManager[None]:
         """Set the length [tokens] of the longest row of a step, on all ranks."""
-        self._length = length
-        try:
-            yield
-        finally:
-            self._length = None
+        return with_attribute(self, "_length", length)
 
     def _before(self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Append the last position of the longest row, the largest of all."""
@@ -75,7 +71,7 @@ class RopeLength:
     def _after(self, rope: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._length is None:
             return None
-        return tuple(map(_without_last, output)) if isinstance(output, tuple) else _without_last(output)
+        return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
 
 
 @contextmanager
@@ -96,7 +92,3 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
     """Return hidden states, positions (..., S), and the type of the layer if it is given."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     return tuple(given[name] for name in ("x", "position_ids", "layer_type") if given.get(name) is not None)
-
-
-def _without_last(table: Tensor) -> Tensor:
-    return table[..., :-1, :]

@@ -11,8 +11,7 @@ forward returns an anchor, a scalar that leads to the answer in the graph; the a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -24,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from .._compat.torch import own_parameters
 from ..base.errors import ModelError
 from ..model.forward_order import ForwardMethod, Layer, put_around
-from .rows import Projection, Rows
-from .token_statistics import WHOLE, Vocabulary
+from ..tensors.ops import in_place_of, with_attribute
+from .rows import WHOLE, Projection, Rows, Vocabulary
 
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous"})
 _ENTRYWISE = _CASTS | {"mul", "rmul", "div", "truediv", "true_divide", "add", "radd", "sub", "neg", "tanh"}
@@ -50,10 +49,7 @@ class Source:
     vocabulary: Vocabulary = WHOLE
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.run(hidden)
-        for step in self.steps:
-            logits = step(logits)
-        return logits
+        return functools.reduce(lambda logits, step: step(logits), self.steps, self.run(hidden))
 
 
 class DeferredLogits(Tensor):
@@ -144,11 +140,8 @@ class RowHead:
     def ask(self, run: Callable[[], Any], consume: Consume) -> tuple[Tensor, Any]:
         """Run the sharded model and consume its deferred logits in its forward; return the result and the outputs."""
         crossing = _Crossing()
-        self._consume = lambda logits: _Leave.apply(consume(logits), crossing)
-        try:
+        with with_attribute(self, "_consume", lambda logits: _Leave.apply(consume(logits), crossing)):
             outputs = run()
-        finally:
-            self._consume = None
         answer: Tensor = _Arrive.apply(outputs.logits, crossing)
         return answer, outputs
 
@@ -171,7 +164,8 @@ class RowHead:
             return Rows.linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
 
         def project(rows_CH: Tensor, given: Sequence[Tensor]) -> Tensor:
-            with torch.autocast(device, dtype=dtype, enabled=is_cast), _placed(slots, given):
+            places = [(module, name, tensor) for (module, name), tensor in zip(slots, given, strict=True)]
+            with torch.autocast(device, dtype=dtype, enabled=is_cast), in_place_of(places):
                 return source.logits(rows_CH[None])[0]
 
         hidden_NH = source.hidden.reshape(-1, source.hidden.shape[-1])
@@ -204,18 +198,6 @@ class RowHead:
             return outputs
 
         return run
-
-
-@contextmanager
-def _placed(slots: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -> Iterator[None]:
-    before = [own_parameters(module)[name] for module, name in slots]
-    for (module, name), tensor in zip(slots, tensors, strict=True):
-        own_parameters(module)[name] = tensor
-    try:
-        yield
-    finally:
-        for (module, name), tensor in zip(slots, before, strict=True):
-            own_parameters(module)[name] = tensor
 
 
 # -- the way out

@@ -289,10 +289,8 @@ class _Few:
         if self._given.on == "tokens":
             seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual=self._given.usual)
         else:
-            seen = Outputs(self.targets[rows], self._logits(noise_BS), positions_BS=positions)
+            features = self._features or 1
+            each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
+            logits = (noise_BS[..., None] if features > 0 else noise_BS[:, :1]) * each_K
+            seen = Outputs(self.targets[rows], logits, positions_BS=positions)
         return called(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
-
-    def _logits(self, noise_BS: Tensor) -> Tensor:
-        features = self._features or 1
-        each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
-        return noise_BS[..., None] * each_K if features > 0 else noise_BS[:, :1] * each_K

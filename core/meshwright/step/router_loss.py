@@ -14,6 +14,7 @@ record what its routers return: the modules that, on a few tokens, return the ve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
+from ..tensors.ops import with_attribute
 
 
 class RouterLoss:
@@ -103,58 +105,46 @@ class Routers:
         notes = Notes()
         for name, module in model.named_modules():
             if name in self.places:
-                module.register_forward_hook(notes.hook(self.places[name]))
+                module.register_forward_hook(functools.partial(notes.note, self.places[name]))
         return notes
 
 
 class Notes:
-    def __init__(self) -> None:
-        self._open: list[Tensor] | None = None
+    _open: list[Tensor] | None = None
 
     @contextmanager
     def noting(self) -> Iterator[list[Tensor]]:
         """Yield the list to which the logits of one forward are added, without those of recomputation in backward."""
         noted: list[Tensor] = []
-        self._open = noted
-        try:
+        with with_attribute(self, "_open", noted):
             yield noted
-        finally:
-            self._open = None
 
-    def hook(self, place: int | None) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            if self._open is not None:
-                self._open.append(output if place is None else output[place])
-
-        return note
+    def note(self, place: int | None, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open is not None:
+            self._open.append(output if place is None else output[place])
 
 
 def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> Routers:
     """Find the routers of a model, by a `run` on a few unmasked tokens that returns their logits, too."""
-    found: dict[int, tuple[str, int | None]] = {}
-    # So that no other tensor takes the identity of one that is seen.
-    kept: list[Tensor] = []
+    # With the tensors, so that no other takes the identity of one that is seen.
+    found: dict[int, tuple[str, int | None, Tensor]] = {}
 
-    def seeing(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def see(module: nn.Module, args: Any, output: Any) -> None:
-            places = enumerate(output) if isinstance(output, tuple) else [(None, output)]
-            for place, tensor in places:
-                if isinstance(tensor, Tensor) and tensor.dim() == 2:
-                    kept.append(tensor)
-                    found.setdefault(id(tensor), (name, place))
-
-        return see
+    def see(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for place, tensor in enumerate(output) if isinstance(output, tuple) else [(None, output)]:
+            if isinstance(tensor, Tensor) and tensor.dim() == 2:
+                found.setdefault(id(tensor), (name, place, tensor))
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
-            hooks.callback(module.register_forward_hook(seeing(name)).remove)
+            hooks.callback(module.register_forward_hook(functools.partial(see, name)).remove)
         outputs = run()
     loss.check(outputs, None)
     logits = outputs.router_logits
-    if not all(id(each) in found for each in logits) or len({found[id(each)] for each in logits}) < len(logits):
+    places = [found[id(each)][:2] for each in logits if id(each) in found]
+    if len(set(places)) < len(logits):
         raise ModelError(
             "config.output_router_logits=True, but the logits of the routers are not what modules of the model return, "
             "one for each, so a rank that runs a part of it cannot tell them. Set it to False to train on the token "
             "loss alone, or pp_size=1 and cp_size=1."
         )
-    return Routers(dict(found[id(each)] for each in logits), logits[0].shape[1])
+    return Routers(dict(places), logits[0].shape[1])

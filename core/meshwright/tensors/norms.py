@@ -49,14 +49,14 @@ def total_grad_norm(
     """Return the p-norm of all gradients as one vector; float64 scalar, equal on all ranks. Collective.
 
     Args:
-        gradients: plain tensors and DTensors, also on several devices; the same ones in the same order on all ranks.
+        gradients: on any devices; the same ones in the same order on all ranks.
         norm_type: p > 0, or inf.
         wide: sum in float64 within each tensor too, so that sharding changes only the last bits; several times slower.
         groups: what shards each gradient; default: its placements.
         device: of the result; default: that of the first gradient.
     """
     together: dict[tuple[Groups, torch.device], list[Tensor]] = {}
-    for gradient, sharding in zip(map(_local, gradients), groups or map(groups_of, gradients), strict=True):
+    for gradient, sharding in zip(map(local, gradients), groups or map(groups_of, gradients), strict=True):
         together.setdefault((sharding, gradient.device), []).append(gradient)
     parts = [_group_power(tensors, sharding, norm_type, wide) for (sharding, _), tensors in together.items()]
     if not parts:
@@ -73,7 +73,7 @@ def joined_norm(norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGr
 
 def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
     """Return the 2-norm of each full tensor from local shards on one device; float64, (tensors,). Collective."""
-    squares = torch.stack([_local(tensor).double().square().sum() for tensor in tensors])
+    squares = torch.stack([local(tensor).double().square().sum() for tensor in tensors])
     for sharding in dict.fromkeys(groups):
         mine = [index for index, each in enumerate(groups) if each == sharding]
         part = squares[mine]
@@ -88,11 +88,7 @@ def squares_by_part(
 ) -> Tensor:
     """Return the sums of squared gradients of each part of a model; float64, (count,), on the CPU. Collective.
 
-    Args:
-        parameters: with gradients; None counts as 0.
-        parts: the part, below `count`, of each parameter.
-        groups: what shards each parameter.
-        wide: see `total_grad_norm`.
+    Each parameter belongs to the part, below `count`, that `parts` gives; `groups` shard it. None counts as 0.
     """
     together: dict[tuple[Groups, torch.device], list[int]] = {}
     for index, (parameter, sharding) in enumerate(zip(parameters, groups, strict=True)):
@@ -100,7 +96,7 @@ def squares_by_part(
     totals: dict[torch.device, Tensor] = {}
     for (sharding, device), mine in together.items():
         gradients = [(parts[index], grad) for index in mine if (grad := parameters[index].grad) is not None]
-        vector = _squares([(part, _local(grad)) for part, grad in gradients], count, device, wide)
+        vector = _squares([(part, local(grad)) for part, grad in gradients], count, device, wide)
         for group in sharding:
             if group.size() > 1:
                 dist.all_reduce(vector, group=group)
@@ -127,7 +123,7 @@ def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.devi
 def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: float) -> None:
     """Multiply the gradients in place by min(1, max_norm / (total_norm + 1e-6)), rounded once to each dtype."""
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-    for tensors in _by_kind(map(_local, gradients)):
+    for tensors in _by_kind(map(local, gradients)):
         foreach_mul_(tensors, factor.to(tensors[0].device, tensors[0].dtype))
 
 
@@ -144,7 +140,7 @@ def _norms(tensors: list[Tensor], norm_type: float, wide: bool) -> list[Tensor]:
     return foreach_norm(tensors, norm_type, None if dtype == tensors[0].dtype else dtype)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

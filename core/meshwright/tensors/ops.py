@@ -8,25 +8,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._compat.torch import foreach_copy_ as copy_all
-from .._compat.torch_versions import all_gather_single, reduce_scatter_single
+from .._compat.torch import foreach_copy_, own_parameters
+from .._compat.torch_versions import all_gather_single as all_gather_single
+from .._compat.torch_versions import reduce_scatter_single as reduce_scatter_single
 
-__all__ = [
-    "all_gather_single",
-    "copy_all",
-    "fingerprint",
-    "has_values",
-    "is_accelerator",
-    "is_on_meta",
-    "moments_of",
-    "on_host",
-    "reduce_scatter_single",
-    "tensors_in",
-    "with_values",
-]
-
+copy_all = foreach_copy_
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
 _HAS_VALUES: ContextVar[bool] = ContextVar("has_values", default=False)
 _FINGERPRINT_CHUNK = 1 << 20
@@ -71,6 +59,34 @@ def _(values: Tensor) -> Tensor:
     return torch.empty_like(values, device="cpu")
 
 
+# -- what stands in place of something for a while
+
+
+@contextmanager
+def in_place_of(parameters: Iterable[tuple[nn.Module, str, Tensor | None]]) -> Iterator[None]:
+    """Put each tensor in place of the module's own parameter of that name."""
+    placed = [(own_parameters(module), name, tensor) for module, name, tensor in parameters]
+    before = [own[name] for own, name, _ in placed]
+    try:
+        for own, name, tensor in placed:
+            own[name] = tensor
+        yield
+    finally:
+        for (own, name, _), tensor in zip(placed, before, strict=True):
+            own[name] = tensor
+
+
+@contextmanager
+def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and restore it at the end."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 # -- nested values
 
 
@@ -85,11 +101,9 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for each in values:
         if isinstance(each, Tensor):
             found.append(each)
-        elif isinstance(each, _PLAIN):
-            continue
         elif isinstance(each, (list, tuple)):
             _collect(each, found)
-        elif isinstance(each, Mapping):
+        elif not isinstance(each, _PLAIN) and isinstance(each, Mapping):
             _collect(each.values(), found)
 
 

@@ -1,4 +1,4 @@
-"""Rectangles of a full tensor in this rank's memory: the terms in which state is loaded, saved and exported."""
+"""Rectangles of full tensors: those in this rank's memory, and which rank writes or sends one that several hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,22 +52,13 @@ def tensor_pieces(tensor: Tensor) -> list[Piece]:
     if not isinstance(tensor, DTensor):
         return [Piece((0,) * tensor.dim(), tensor)] if tensor.numel() else []
     local = tensor.to_local()
-    runs = [_runs(tensor, dim) for dim in range(tensor.dim())]
-    return [
-        Piece(
-            tuple(run.start for run in rectangle),
-            local[tuple(slice(run.local, run.local + run.length) for run in rectangle)],
-        )
-        for rectangle in itertools.product(*runs)
-    ]
+    return pieces_within([Piece((0,) * local.dim(), local)], tensor)
 
 
 def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Piece]:
-    """Return the rectangles that a 1-D stretch of a flattened tensor covers, at most 2 x dims - 1.
+    """Return the rectangles, at most 2 x dims - 1, that a stretch of a flattened tensor of a full `shape` covers.
 
-    Args:
-        stretch: elements `start` and following of the flattened tensor, a view of this rank's memory.
-        shape: of the full tensor.
+    `stretch` is a view of this rank's memory: elements `start` and following.
     """
     return [
         Piece(offsets, stretch.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
@@ -158,3 +149,67 @@ def _in_row(
     before = index * math.prod(shape[1:])
     for begin, offsets, sizes in stretch_rectangles(start - before, end - before, shape[1:]):
         yield before + begin, (index, *offsets), (1, *sizes)
+
+
+# -- who writes or sends a rectangle
+
+SMALL_BYTES = 1 << 16
+"""Rectangles below this are not cut: each costs a header in the file."""
+
+
+class Rectangle(NamedTuple):
+    """A rectangle of a named tensor: offsets and sizes in the full tensor, and bytes of an element."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.itemsize * math.prod(self.sizes)
+
+
+def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
+    """Return for each rank the parts it writes; together, each element once.
+
+    A rectangle that several ranks hold is cut along its longest dim into as many parts, so that all write alike; small
+    ones go to the rank that has the least to write. Rectangles of one tensor are equal on two ranks, or disjoint.
+    """
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangles in enumerate(held):
+        # A rank may hold a rectangle twice.
+        for rectangle in dict.fromkeys(rectangles):
+            holders.setdefault(rectangle, []).append(rank)
+    owned: list[list[Rectangle]] = [[] for _ in held]
+    written = [0] * len(held)
+    small = []
+    for rectangle, ranks in holders.items():
+        if len(ranks) > 1 and rectangle.nbytes < SMALL_BYTES:
+            small.append(rectangle)
+            continue
+        for rank, part in zip(ranks, _parts(rectangle, len(ranks)), strict=False):
+            owned[rank].append(part)
+            written[rank] += part.nbytes
+    for rectangle in sorted(small, key=lambda each: -each.nbytes):
+        rank = min(holders[rectangle], key=lambda each: written[each])
+        owned[rank].append(rectangle)
+        written[rank] += rectangle.nbytes
+    return owned
+
+
+def _parts(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
+    """Yield up to `count` parts of about the same size."""
+    if count == 1 or not rectangle.sizes:
+        yield rectangle
+        return
+    dim = max(range(len(rectangle.sizes)), key=lambda each: rectangle.sizes[each])
+    # Parts along the first dim are contiguous in memory.
+    dim = 0 if rectangle.sizes[0] >= count else dim
+    size = rectangle.sizes[dim]
+    for index in range(count):
+        start, end = size * index // count, size * (index + 1) // count
+        if start < end:
+            offsets, sizes = list(rectangle.offsets), list(rectangle.sizes)
+            offsets[dim], sizes[dim] = offsets[dim] + start, end - start
+            yield rectangle._replace(offsets=tuple(offsets), sizes=tuple(sizes))

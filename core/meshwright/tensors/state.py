@@ -1,4 +1,4 @@
-"""Model and optimizer state by parameter name, full or sharded.
+"""Model and optimizer state by parameter name, full or sharded, and moving averages of parameters.
 
 Full state moves between strategies in memory, as plain tensors on the CPU of rank 0: `{"state": {name: values},
 "param_groups": [{..., "params": names}]}` for an optimizer. Tensors are gathered or scattered one at a time. Sharded
@@ -7,7 +7,7 @@ state, of which each rank names its pieces, is what checkpoints are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .._compat.torch import gather_packed, is_packed
 from ..base.errors import StrategyError
 from ..mesh.world import World
-from .norms import Groups, groups_of
+from .norms import Groups, groups_of, local
+from .ops import copy_all
 from .pieces import Piece, Sharded, tensor_pieces
 
 
@@ -55,10 +57,8 @@ class Parts:
         return tensor_pieces(value)
 
     def groups(self, parameter: Tensor) -> Groups:
-        """Return the groups over which a parameter, and so its gradient, is sharded.
-
-        The gradient is not asked: torch may cache it on an equal mesh that has groups of its own.
-        """
+        """Return the groups over which a parameter, and so its gradient, is sharded."""
+        # Not those of the gradient, which torch may cache on an equal mesh that has groups of its own.
         return groups_of(parameter)
 
 
@@ -73,7 +73,7 @@ class OptimizerState(Generic[T]):
 
     Attributes:
         tensors: by name and key such as "exp_avg"; a `Sharded` on a rank, (shape, dtype) in a checkpoint.
-        values: by name and key: scalars and what is no tensor, such as "step".
+        values: likewise, scalars and what is no tensor.
         groups: settings, with names under "params". Empty when loading: the optimizer keeps its own.
     """
 
@@ -106,17 +106,22 @@ def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
 
 def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], parts: Parts) -> OptimizerState[Sharded]:
     """Return the optimizer's part of a `ShardedState`; never steps the optimizer."""
-    found: OptimizerState[Sharded] = OptimizerState()
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        found.groups.append({**settings, "params": [names[parameter] for parameter in group["params"]]})
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dim():
-                    found.tensors.setdefault(names[parameter], {})[key] = sharded(value, parameter, parts)
-                else:
-                    found.values.setdefault(names[parameter], {})[key] = value
+    found: OptimizerState[Sharded] = OptimizerState(groups=_named_groups(optimizer, names))
+    for parameter in _parameters(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim():
+                found.tensors.setdefault(names[parameter], {})[key] = sharded(value, parameter, parts)
+            else:
+                found.values.setdefault(names[parameter], {})[key] = value
     return found
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _named_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+    return [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
 
 
 @contextmanager
@@ -128,15 +133,11 @@ def loading_optimizer(
     Raises:
         StrategyError: the state has other parameters or groups; before anything is changed.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
-    unexpected = set(saved.tensors.keys() | saved.values.keys()) - numbers.keys()
-    _check_names("optimizer", unexpected, set())
-    own = [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
-    groups = [_matching(group, names, saved.groups or own, numbers) for group in optimizer.param_groups]
+    _check_unexpected(optimizer, names, saved.tensors.keys() | saved.values.keys())
+    groups = _matching_groups(optimizer, names, saved.groups or _named_groups(optimizer, names))
     state: dict[int, dict[str, Any]] = {}
     target: OptimizerState[Sharded] = OptimizerState()
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(_parameters(optimizer)):
         name = names[parameter]
         if name in saved.tensors or name in saved.values:
             # Copies: a step counts in place, and another parameter may have been given the same value.
@@ -200,17 +201,14 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Return the optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps it."""
     state: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            values = optimizer.state.get(parameter)
-            if values:
-                state[names[parameter]] = {
-                    key: _gathered(value, parameter, world, parts) if full else value for key, value in values.items()
-                }
+    for parameter in _parameters(optimizer):
+        if values := optimizer.state.get(parameter):
+            state[names[parameter]] = {
+                key: _gathered(value, parameter, world, parts) if full else value for key, value in values.items()
+            }
     if full and world.rank != 0:
         return {}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _named_groups(optimizer, names)}
 
 
 def load_optimizer_state(
@@ -231,40 +229,45 @@ def load_optimizer_state(
     groups = state.get("param_groups", [])
     if full:
         kinds, groups = _from_first((kinds, groups), world)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    unexpected = set(kinds) - {names[parameter] for parameter in parameters}
-    _check_names("optimizer", unexpected, set())
+    _check_unexpected(optimizer, names, kinds)
     packed: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(_parameters(optimizer)):
         name = names[parameter]
         for key, kind in kinds.get(name, {}).items():
             value = saved.get(name, {}).get(key)
             if full:
                 value = _spread(value, kind, parameter, world, parts) if isinstance(kind, tuple) else kind
             packed.setdefault(index, {})[key] = value
-    numbers = {names[parameter]: index for index, parameter in enumerate(parameters)}
-    matched = [_matching(group, names, groups, numbers) for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": packed, "param_groups": matched})
+    optimizer.load_state_dict({"state": packed, "param_groups": _matching_groups(optimizer, names, groups)})
 
 
-def _matching(
-    group: Mapping[str, Any], names: Mapping[nn.Parameter, str], saved: list[dict[str, Any]], numbers: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return the saved settings of a parameter group, with the numbers of its parameters."""
-    if not group["params"]:
-        # This rank steps none of the group's parameters.
-        return dict(group)
-    mine = [names[parameter] for parameter in group["params"]]
-    found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
-    # A strategy may step parameters in several groups that another steps in one.
-    settings = [{key: value for key, value in each.items() if key != "params"} for each in found]
-    if not found or any(each != settings[0] for each in settings):
-        raise StrategyError(
-            f"a parameter group meets {len(found)} groups of the optimizer state to load, not one or several of equal "
-            f"settings. Group the parameters as they were when the state was saved. The group begins with "
-            f"{', '.join(mine[:3])}."
-        )
-    return {**found[0], "params": [numbers[name] for name in mine]}
+def _check_unexpected(optimizer: Optimizer, names: Mapping[nn.Parameter, str], given: Iterable[str]) -> None:
+    _check_names("optimizer", set(given) - {names[each] for each in _parameters(optimizer)}, set())
+
+
+def _matching_groups(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the saved settings of each parameter group, with the numbers of its parameters."""
+    numbers = {names[parameter]: number for number, parameter in enumerate(_parameters(optimizer))}
+    matched: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        mine = [names[parameter] for parameter in group["params"]]
+        found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
+        # A strategy may step parameters in several groups that another steps in one.
+        settings = [{key: value for key, value in each.items() if key != "params"} for each in found]
+        if not mine:
+            # This rank steps none of the group's parameters.
+            matched.append(dict(group))
+        elif not found or any(each != settings[0] for each in settings):
+            raise StrategyError(
+                f"a parameter group meets {len(found)} groups of the optimizer state to load, not one or several of "
+                f"equal settings. Group the parameters as they were when the state was saved. The group begins with "
+                f"{', '.join(mine[:3])}."
+            )
+        else:
+            matched.append({**found[0], "params": [numbers[name] for name in mine]})
+    return matched
 
 
 def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
@@ -284,8 +287,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     tensor = gather_packed(tensor) if is_packed(tensor) else tensor
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            placements = list(tensor.placements)
-            placements[axis] = Replicate()
+            placements = (*tensor.placements[:axis], Replicate(), *tensor.placements[axis + 1 :])
             tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
 
@@ -313,3 +315,85 @@ def _check_names(what: str, given: set[str], expected: set[str]) -> None:
         if names:
             some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise StrategyError(f"the {what} state {told} {some}. Load state of the same architecture.")
+
+
+# -- averages
+
+COUNTS = "(counts)"
+"""Name of `Averages.counts` in saved state; no parameter has it."""
+
+
+class Averages:
+    """Moving averages of the parameters that this rank steps, in float32 or in the parameter's dtype if wider.
+
+    `names` are those of the optimizer's parameters. The caller keeps `counts`, int64 (2,) on the CPU: optimizer steps
+    and updates, saved with the averages.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str], parts: Parts) -> None:
+        self._names, self._parts = dict(names), parts
+        self._values = {
+            each: parts.empty(each, torch.promote_types(each.dtype, torch.float32)).detach() for each in names
+        }
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        self.begin()
+
+    def begin(self) -> None:
+        """Set the averages to the current weights."""
+        copy_all(*self._local())
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Set each average to `decay` * average + (1 - `decay`) * weight."""
+        averages, weights = self._local()
+        alike = [index for index, each in enumerate(averages) if each.dtype == weights[index].dtype]
+        if alike:
+            get_ema_multi_avg_fn(decay)([averages[i] for i in alike], [weights[i] for i in alike], 0)
+        for average, weight in zip(averages, weights, strict=True):
+            if average.dtype != weight.dtype:
+                # One at a time: wide copies of all weights would take more memory than the averages.
+                average.lerp_(weight.to(average.dtype), 1 - decay)
+
+    @torch.no_grad()
+    def exchange(self) -> Exchanged:
+        """Put the averages, rounded to the parameters' dtypes, in place of the weights until `Exchanged.undo`."""
+        averages, weights = self._local()
+        kept: list[Tensor | None] = []
+        for average, weight in zip(averages, weights, strict=True):
+            if average.dtype == weight.dtype:
+                _swap(average, weight)
+                kept.append(None)
+            else:
+                kept.append(weight.clone())
+                weight.copy_(average)
+        return Exchanged(averages, weights, kept)
+
+    def sharded(self) -> dict[str, Sharded]:
+        """Return this rank's averages by parameter name, and `COUNTS`, as views."""
+        found = {name: sharded(self._values[each], each, self._parts) for each, name in self._names.items()}
+        return {**found, COUNTS: Sharded(self.counts.shape, self.counts.dtype, (Piece((0,), self.counts),))}
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [local(each.detach()) for each in self._values.values()], [local(each.detach()) for each in self._values]
+
+
+class Exchanged:
+    """Averages that stand in place of the weights."""
+
+    def __init__(self, averages: list[Tensor], weights: list[Tensor], kept: list[Tensor | None]) -> None:
+        self._all = list(zip(averages, weights, kept, strict=True))
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Restore weights and averages, bit for bit."""
+        for average, weight, kept in self._all:
+            if kept is None:
+                _swap(average, weight)
+            else:
+                weight.copy_(kept)
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    before = one.clone()
+    one.copy_(other)
+    other.copy_(before)

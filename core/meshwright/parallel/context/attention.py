@@ -1,26 +1,140 @@
-"""Attention of this rank's queries, by the model's own attention function.
+"""Which rank has which positions, and attention of this rank's queries by the model's own attention function.
+
+A sequence is cut into 2n chunks for n ranks, and rank r has the chunks r and 2n - 1 - r: under a causal mask an early
+chunk attends to few positions and a late one to many, so all ranks have equal work.
 
 [Note: two ways] "allgather" gathers keys and values of all positions; each rank attends with its own queries.
 "ulysses" exchanges positions for heads, so that each rank attends with all positions of its heads, and back. In between
 runs the function that the model uses without context parallelism, so softcap, sinks, scaling and dropout are its own.
+
+Shapes: B sequences, H heads, S positions of all ranks, P = S / n of this rank, D features of a head.
+Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2; Jacobs et al. 2023, arXiv:2309.14509, for `AllToAll`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from ..._compat.torch import all_gather, all_to_all, reduce_scatter
 from ..._compat.transformers import attention_of
 from ...base.errors import ModelError
-from .positions import GatherPositions, Share, heads_for_positions, positions_for_heads
+from ...tensors.ops import with_attribute
 from .probe import Observer
+
+Way = Literal["allgather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of each sequence: its place on the axis `cp`, and how positions are exchanged."""
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    way: Way
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Return this rank's positions of a sequence, whose length 2 x `size` divides; int64."""
+        return local_part(torch.arange(length, device=device), 0, self.rank, self.size)
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """Return the first positions of this rank's two chunks."""
+        chunk = length // (2 * self.size)
+        return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's positions of a tensor (B, S, ...)."""
+        return local_part(whole, 1, self.rank, self.size)
+
+
+def local_part(whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    """Return a rank's positions of a tensor that has all of them along `dim`."""
+    chunks = whole.chunk(2 * ranks, dim)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
+
+
+def put_together(parts: Sequence[Tensor] | Tensor, dim: int) -> Tensor:
+    """Return all positions in order along `dim`, from the parts of all ranks."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
+
+
+def divided(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return the parts of all ranks, stacked along a new first dim."""
+    return torch.stack([local_part(whole, dim, rank, ranks) for rank in range(ranks)])
+
+
+class GatherPositions(torch.autograd.Function):
+    """Gather the positions of all ranks along `dim`, such as (B, H, P, D) to (B, H, S, D); gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return put_together(all_gather(part[None], 0, group), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        parts = divided(grad, ctx.dim, dist.get_world_size(ctx.group))
+        return reduce_scatter(parts, 0, ctx.group)[0], None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """Send each rank of the group its entry along the first dim; entry r of the result comes from rank r."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(grad, ctx.group), None
+
+
+def joined_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather (B, P, ...) to (B, S, ...) on all ranks, with a gradient if it is floating point."""
+    if part.is_floating_point():
+        whole: Tensor = GatherPositions.apply(part, group, 1)
+        return whole
+    # A bool is sent as a byte.
+    return put_together(all_gather(part.to(torch.uint8)[None], 0, group), 1).to(part.dtype)
+
+
+def of_last_tokens(part_BK: Tensor, real_BP: Tensor, share: Share) -> Tensor:
+    """Return for each sequence what the rank with its last token (padding aside) has, on all ranks, with a gradient.
+
+    `part_BK` is what this rank has of each sequence; `real_BP` are its tokens that are no padding, bool.
+    """
+    positions_P = share.positions(share.size * real_BP.shape[1], part_BK.device)
+    every_RB = all_gather(positions_P.where(real_BP, -1).amax(1)[None], 0, share.group)
+    # A rank has two pieces of each sequence; the value is put into the second one.
+    pieces = joined_positions(torch.stack([torch.zeros_like(part_BK), part_BK], 1), share.group)
+    second_B = 2 * share.size - 1 - every_RB.argmax(0)
+    return pieces[torch.arange(len(part_BK), device=part_BK.device), second_B]
+
+
+def heads_for_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange all heads of this rank's positions for this rank's heads of all: (B, H, P, D) to (B, H/n, S, D)."""
+    by_rank = torch.stack(part.chunk(dist.get_world_size(group), 1))
+    return put_together(AllToAll.apply(by_rank, group), 2)
+
+
+def positions_for_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange back an output that has positions before heads: (B, S, H/n, D) to (B, P, H, D)."""
+    received = AllToAll.apply(divided(part, 1, dist.get_world_size(group)), group)
+    return torch.cat(received.unbind(0), 2)
+
+
+# -- attention
 
 # Keywords of transformers' attention functions that mean the same for a part of the queries. `sliding_window` is in the
 # mask already.
@@ -40,16 +154,10 @@ class PositionMask:
     """The attention mask of some layers for one microbatch, as a function of positions.
 
     Transformers describes every mask (causal, sliding, chunked, ...) by a function of a query's and a key's position,
-    from which it makes a tensor for consecutive queries. The function is kept here and evaluated, by transformers' own
-    code, at this rank's positions. A model that looks into its mask fails, and is refused.
-
-    Attributes:
-        observer: replaces attention while the model is checked.
-        make: transformers' function that makes a tensor for the attention in use.
-        function: of (sequence, head, query position, key position).
-        length, part: positions of a full sequence, and of it on this rank.
-        is_causal: whether a query attends to exactly its own position and all before.
-        arguments: for `make`, beside lengths and function.
+    from which it makes a tensor for consecutive queries. The function (of sequence, head, query and key) is kept here
+    and evaluated by transformers' own code, `make`, at this rank's positions. A model that looks into its mask fails,
+    and is refused. `observer` replaces attention while the model is checked; `length` and `part` are positions of a
+    full sequence, and of it on this rank; `is_causal`: a query attends to exactly its own position and all before.
     """
 
     share: Share
@@ -99,41 +207,30 @@ def attend(
     value: Tensor,
     attention_mask: Any = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, None]:
     """Compute an attention layer under context parallelism; transformers calls this.
 
-    Args:
-        implementation: name of the attention that the model would use.
-        query: of this rank, (B, H, P, D); keys and values with as many heads or fewer.
-        attention_mask: a PositionMask.
-        options: further keywords; one that is not known to be right for a part of the positions raises ModelError.
-
-    Returns:
-        (B, P, H, D), and no weights.
+    The query is (B, H, P, D) of this rank, keys and values have as many heads or fewer, and the mask is a PositionMask.
+    An option that is not known to be right for a part of the positions raises ModelError. Returns (B, P, H, D).
     """
     mask = _checked_mask(module, query, key, attention_mask)
     share = mask.share
     without_mask = mask.is_causal and implementation == "sdpa"
     _check_options(module, options, share.way, without_mask=without_mask)
-    copies = 1
-    if share.way == "ulysses":
-        copies = _copies_of_heads(module, query.shape[1], key.shape[1], share.size)
+    exchanges = share.way == "ulysses"
+    copies = _copies_of_heads(module, query.shape[1], key.shape[1], share.size) if exchanges else 1
     core = attention_of(module, implementation)
     if mask.observer is not None:
         return mask.observer.attend(query, key, value), None
     layer = _Layer(core, module, mask, options, without_mask)
-    if share.way == "ulysses":
-        return layer.exchanged(query, key, value, copies), None
-    return layer.gathered(query, key, value), None
+    return layer.exchanged(query, key, value, copies) if exchanges else layer.gathered(query, key, value), None
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One call of one layer.
+    """One call of one layer, whose attention function is `core`.
 
-    Attributes:
-        core: the model's attention function.
-        without_mask: whether transformers would give `core` no mask, and it would assume a causal one.
+    `without_mask`: transformers would give it no mask, and it would assume a causal one.
     """
 
     core: Callable[..., tuple[Tensor, Any]]
@@ -172,19 +269,18 @@ class _Layer:
         """Attend from consecutive positions, from `start` on, each to all keys up to its own."""
         count = query.shape[2]
         keys = start + count
+        step = max(1, LARGEST_MASK // keys)
         if query.device.type != "cpu" and count > 1:
             # Kernels know this mask and make no tensor of it.
             yield self._run(query, key[:, :, :keys], value[:, :, :keys], causal_lower_right(count, keys))
-            return
-        step = max(1, LARGEST_MASK // keys)
-        if step >= count:
+        elif step >= count:
             rows = torch.arange(start, keys, device=query.device)
             yield self._run(query, key[:, :, :keys], value[:, :, :keys], self.mask.of(rows, keys))
-            return
-        for first in range(start, keys, step):
-            rows = torch.arange(first, min(keys, first + step), device=query.device)
-            part = query[:, :, first - start : first - start + step]
-            yield self._block(part, key, value, rows, first + len(rows))
+        else:
+            for first in range(start, keys, step):
+                rows = torch.arange(first, min(keys, first + step), device=query.device)
+                part = query[:, :, first - start : first - start + step]
+                yield self._block(part, key, value, rows, first + len(rows))
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Tensor:
         """Attend from this rank's queries, or from all, under any mask."""
@@ -211,41 +307,27 @@ class _Layer:
 
 def _copies_of_heads(module: nn.Module, heads: int, kv_heads: int, ranks: int) -> int:
     """Return how many copies of each key head make their number divisible by the ranks; raises ModelError."""
-    advice = "Set cp_attention=allgather, or choose another cp_size."
     name = type(module).__name__
+    divides = f"cp_attention='ulysses' divides the heads of attention, but {name}"
+    advice = "Set cp_attention=allgather, or choose another cp_size."
     if heads % ranks:
-        raise ModelError(
-            f"cp_attention='ulysses' divides the heads of attention, but {name} has {heads} of them "
-            f"on each rank, which cp_size={ranks} does not divide. {advice}"
-        )
+        raise ModelError(f"{divides} has {heads} of them on each rank, which cp_size={ranks} does not divide. {advice}")
     own = [each for each, parameter in module.named_parameters(recurse=False) if heads in parameter.shape]
     if own:
-        raise ModelError(
-            f"cp_attention='ulysses' divides the heads of attention, but {name} holds {own[0]} for "
-            f"all of them. {advice}"
-        )
-    groups = heads // kv_heads
-    copies = next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
+        raise ModelError(f"{divides} holds {own[0]} for all of them. {advice}")
     if kv_heads != heads and not hasattr(module, "num_key_value_groups"):
         raise ModelError(
             f"{name} has fewer key than query heads but no num_key_value_groups, so they cannot be "
             f"divided by cp_attention='ulysses'. {advice}"
         )
-    return copies
+    groups = heads // kv_heads
+    return next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
 
 
-@contextmanager
-def _grouped(module: nn.Module, groups: int) -> Iterator[None]:
+def _grouped(module: nn.Module, groups: int) -> AbstractContextManager[None]:
     """Set the number of query heads per key head of a layer."""
-    before = getattr(module, "num_key_value_groups", None)
-    if before is None or before == groups:
-        yield
-        return
-    module.num_key_value_groups = groups
-    try:
-        yield
-    finally:
-        module.num_key_value_groups = before
+    name = "num_key_value_groups"
+    return nullcontext() if getattr(module, name, None) in (None, groups) else with_attribute(module, name, groups)
 
 
 def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> PositionMask:

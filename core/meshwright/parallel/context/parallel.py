@@ -31,8 +31,8 @@ from ...base.types import Batch
 from ...model.layout import ModelLayout
 from ...step.axis import Axis, Trial
 from ...step.tokens import TARGETS, targets
-from .attention import MaskFunction, PositionMask, attend
-from .positions import Share, Way, joined_positions, of_last_tokens
+from ...tensors.ops import with_attribute
+from .attention import MaskFunction, PositionMask, Share, Way, attend, joined_positions, of_last_tokens
 from .probe import Finding, Observer, find_defect, numbered, real_tokens
 
 _PREFIX = "meshwright_"
@@ -172,11 +172,9 @@ class ContextParallel(Axis):
     @contextmanager
     def alone(self) -> Iterator[Observer]:
         """Let each position attend to itself, without communication, and record what attention is given."""
-        self.observer = observer = Observer()
-        try:
+        observer = Observer()
+        with with_attribute(self, "observer", observer):
             yield observer
-        finally:
-            self.observer = None
 
     def is_open(self) -> bool:
         return self._finding is None or self._finding.defect is not None
@@ -196,10 +194,8 @@ class ContextParallel(Axis):
 class _Running:
     """The forward that is running, for the masks that the model makes.
 
-    Attributes:
-        length, part: positions of a full sequence, and of it on this rank.
-        positions_BS: positions of full sequences, where they may hold several documents.
-        masks: whether the attention mask has zeros; None if unknown.
+    `length` and `part` are positions of a full sequence, and of it on this rank; `positions_BS` those of full
+    sequences, where they may hold several documents; `masks`: whether the attention mask has zeros, None if unknown.
     """
 
     parallel: ContextParallel
@@ -239,10 +235,8 @@ def make_mask(
 ) -> PositionMask:
     """Make a mask under context parallelism; transformers calls this.
 
-    Args:
-        q_length: positions on this rank.
-        kv_length: positions of the full sequence, since `attention_mask` is whole.
-        attention_mask: boolean, (B, S); None where the batch has none and the model is being checked.
+    There are `q_length` positions on this rank, and `kv_length` in the full sequence, since `attention_mask`, bool (B,
+    S), is whole; it is None where the batch has none and the model is being checked.
     """
     if _running is None:
         raise ModelError(
@@ -267,9 +261,10 @@ def make_mask(
         mask_function, is_documents = for_documents(mask_function, _running.positions_BS)
         is_causal = is_causal and not is_documents
     arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
-    share, observer = _running.parallel.share, _running.parallel.observer
-    maker = mask_maker(implementation)
-    return PositionMask(share, observer, maker, mask_function, kv_length, q_length, is_causal, arguments)
+    parallel, make = _running.parallel, mask_maker(implementation)
+    return PositionMask(
+        parallel.share, parallel.observer, make, mask_function, kv_length, q_length, is_causal, arguments
+    )
 
 
 def _may_restart(positions: Tensor) -> bool:

@@ -14,7 +14,7 @@ a model that runs into an error here is refused with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,10 @@ class Observer:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the runs have shown.
+    """What the runs have shown: what is wrong with the model, or None.
 
-    Attributes:
-        defect: what is wrong with the model, or None.
-        follows_mask: whether it computes positions from an attention mask where it is given none.
-        padding: the token id after which it numbers real tokens by itself (see `numbered`); None: from 0.
+    `follows_mask`: it computes positions from an attention mask where it is given none; `padding`: the token id after
+    which it numbers real tokens by itself (see `numbered`), None for from 0.
     """
 
     defect: str | None
@@ -77,14 +75,8 @@ def find_defect(
 ) -> Finding:
     """Find what is wrong with a model, and how it numbers positions. Collective as its forward is.
 
-    Args:
-        name: of the model, for errors.
-        model: as it runs, possibly sharded; `call` runs it.
-        layout: of the model.
-        observer: called as attention.
-        ids_BS: tokens, of which a few are used.
-        multiple: of which the number of positions must be a multiple.
-        ranks: of cp; attention masks are so many times as long as this rank's positions.
+    The model, possibly sharded, is run by `call` on a few of the tokens, a multiple of `multiple`, with the observer as
+    its attention. Attention masks are `ranks` (of cp) times as long as this rank's positions.
     """
     length = multiple * -(-TOKENS // multiple)
     ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
@@ -168,9 +160,8 @@ def _padding(model: nn.Module) -> int | None:
 class _Probe:
     """Runs of a model.
 
-    Attributes:
-        logits: of the last run; None for a pipeline stage that has none.
-        head: the last module with parameters outside of blocks.
+    `logits` are those of the last run, None for a pipeline stage that has none; `head` is the last module with
+    parameters outside of blocks.
     """
 
     logits: Tensor | None = None
@@ -221,25 +212,19 @@ class _Probe:
                 value[:, not_a_number] = torch.nan
             return value
 
-        def behind(module: nn.Module, args: Any, output: Any) -> Any:
-            return change(output)
-
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def changed(value: Any) -> Any:
                 return change(value) if isinstance(value, Tensor) and value.dim() == 3 else value
 
             return tuple(map(changed, args)), {key: changed(value) for key, value in kwargs.items()}
 
-        handles = []
-        if self._starts_within:
-            handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in self._blocks]
-        elif self._embedding is not None and not_a_number is not None:
-            handles = [self._embedding.register_forward_hook(behind)]
-        try:
+        with ExitStack() as hooks:
+            if self._starts_within:
+                for block in self._blocks:
+                    hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            elif self._embedding is not None and not_a_number is not None:
+                hooks.callback(self._embedding.register_forward_hook(lambda module, args, out: change(out)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _steady(run: list[Tensor]) -> list[Tensor]:
@@ -253,14 +238,11 @@ def _steady(run: list[Tensor]) -> list[Tensor]:
 
 def _alike(first: Sequence[Tensor], second: Sequence[Tensor], rows: Sequence[int]) -> bool:
     """Return whether two runs agree at some positions up to rounding."""
-    if len(first) != len(second):
+    if [each.shape for each in first] != [each.shape for each in second]:
         return False
     chosen = list(rows)
     for one, other in zip(first, second, strict=True):
-        if one.shape != other.shape:
-            return False
-        one, other = one[:, chosen], other[:, chosen]
-        limit = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
-        if not float((one - other).abs().max()) <= limit:
+        limit = torch.finfo(one.dtype).eps ** 0.5 * float(one[:, chosen].abs().max())
+        if not float((one - other)[:, chosen].abs().max()) <= limit:
             return False
     return True

@@ -7,11 +7,10 @@ loops.
 from __future__ import annotations
 
 from ...strategy.hooks import StyleName
-from .local_parameters import Division, packed_dim
 from .parallel import TensorParallel, parallelize_tensors
+from .placements import Division, packed_dim
 from .plan import get_hf_tp_shard_plan
-from .styles import STYLES
-from .torch_styles import translate_to_torch_parallel_style
+from .styles import STYLES, translate_to_torch_parallel_style
 
 __all__ = ["STYLES", "Division", "StyleName", "TensorParallel", "get_hf_tp_shard_plan", "packed_dim"]
 __all__ += ["parallelize_tensors", "translate_to_torch_parallel_style"]

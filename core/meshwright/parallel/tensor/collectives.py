@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat.torch import all_gather, all_reduce, reduce_scatter
-from ...step.token_statistics import Vocabulary
+from ...step.rows import Vocabulary
 
 
 def chunk_sizes(size: int, count: int) -> list[int]:

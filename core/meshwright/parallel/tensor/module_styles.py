@@ -1,20 +1,41 @@
-"""A tensor-parallel plan of one model: which modules and parameters have which style."""
+"""A tensor-parallel plan of one model: which modules and parameters have which style, adapters of peft included.
+
+The style of an adapted layer is put around its wrapper, so that it and its low-rank matrices A and B share
+communication. Of a column-parallel layer, B is divided along the output, and A is replicated; of a row-parallel one, A
+is divided along the input, and B is replicated. Replicated matrices meet divided activations, so their gradients are
+summed. Dropout before a divided A is drawn for the full input on every rank, so that masks are those of one process.
+Source: Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from ..._compat.peft import base_name
+from ..._compat.peft import LowRank, base_name, low_rank, saved_copies, sum_norms, wrapped, wrappers
+from ..._compat.torch import all_reduce, own_parameters
 from ...base.errors import ConfigError
+from ...model.forward_order import Layer
 from ...model.layout import ModelLayout
-from .adapters import IN, OUT, spread
-from .styles import STYLES, Style
+from ...tensors.ops import in_place_of
+from .. import Forward, wrap_forward
+from .collectives import chunk_sizes
+from .styles import STYLES, Around, Style
+
+PARTIAL = "replicated_with_grad_allreduce"
+OUT = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise")
+"""Styles that divide a layer's output."""
+IN = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_rowwise")
+"""Styles that divide a layer's input."""
 
 
 @dataclass
@@ -23,7 +44,6 @@ class Plan:
 
     Attributes:
         source: of the plan, for errors.
-        modules: style of each module that is named.
         parameters: style of each parameter: its own, or its module's.
         shards_positions: whether a style of torch in the plan asks for sequence parallelism.
         is_given: whether a user or a plugin wrote it.
@@ -116,3 +136,113 @@ def is_read(model: nn.Module, name: str) -> bool:
     except (OSError, TypeError):
         return True
     return re.search(rf"\.{re.escape(own)}\.(weight|bias)\b", source) is not None
+
+
+# -- adapters
+
+
+def spread(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the modules that a style is put around, each with the styles of its parameters.
+
+    That is one module, unless there is a trained copy of it.
+    """
+    for name in saved_copies(model, module):
+        outer = model.get_submodule(name)
+        around = low_rank(outer)
+        path = path_of_layer(model, name) if around is not None else name
+        styles = {f"{path}.{each}": style for each, _ in model.get_submodule(path).named_parameters(recurse=False)}
+        if around is not None and around.parameter is None:
+            styles |= {f"{name}.{each}": own for each, own in _of_adapter(around, style)}
+        yield name, styles
+
+
+def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterable[str]) -> dict[str, str]:
+    """Return the styles of adapters of single parameters, from the parameters' own styles.
+
+    `leave` names modules that are divided otherwise, whose inputs the ranks share.
+    """
+    found: dict[str, str] = {}
+    left = set(leave)
+    for name, module in model.named_modules():
+        around = low_rank(module)
+        if around is not None and around.parameter is not None:
+            path = path_of_layer(model, name)
+            style = PARTIAL if path in left else parameters.get(f"{path}.{around.parameter}")
+            found |= {f"{name}.{each}": s for each, s in _of_adapter(around, style)} if style is not None else {}
+    return found
+
+
+def has_other_wrappers(model: nn.Module) -> bool:
+    """Return whether a layer is wrapped by something that is no low-rank adapter."""
+    return any(low_rank(layer) is None for _, layer in wrappers(model))
+
+
+def parts_of_wrappers(model: nn.Module) -> set[str]:
+    """Return the modules within a tuner's wrappers."""
+    return {f"{name}.{each}" for name, layer in wrappers(model) for each, _ in layer.named_modules() if each}
+
+
+def layer_at(model: nn.Module, name: str) -> nn.Module:
+    """Return the base model's layer at a name, inside of an adapter."""
+    module = model.get_submodule(saved_copies(model, name)[0])
+    return wrapped(module) if low_rank(module) is not None else module
+
+
+def path_of_layer(model: nn.Module, name: str) -> str:
+    """Return the name of a layer inside of a tuner's wrappers."""
+    outer = model.get_submodule(name)
+    while outer is not wrapped(outer):
+        outer, name = outer.base_layer, f"{name}.base_layer"
+    return name
+
+
+def _of_adapter(layer: LowRank, style: str) -> Iterator[tuple[str, str]]:
+    """Yield names within the wrapper, and styles, of the parameters of an adapter whose base has a style."""
+    divides_out, divides_in = style in OUT, style in IN
+    if layer.is_transposed:
+        divides_out, divides_in = divides_in, divides_out
+    packed = "packed_" if style.startswith("packed") else ""
+    whole = PARTIAL if divides_out or divides_in else style
+    for name in layer.outer:
+        yield name, f"{packed}colwise" if divides_out else whole
+    for name in layer.inner:
+        yield name, f"{packed}rowwise" if divides_in else whole
+
+
+def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+    """Replace modules that are never called, because a wrapper reads their parameters, by the wrapper."""
+    found = set(modules)
+    for _, layer in wrappers(model):
+        adapter = low_rank(layer)
+        if adapter is not None:
+            read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}
+            read = {each for each in read if adapter.parameter is not None or isinstance(each, nn.ParameterDict)}
+            found = (found - read) | {layer} if found & read else found
+    return found
+
+
+def divide_input(parallel: Around, adapter: LowRank, is_active: Callable[[], bool]) -> None:
+    """Let the adapter of a layer whose input is divided compute this rank's part while `is_active()`; in place."""
+    wrap = functools.partial(wrap_forward, layer=Layer.TENSOR, is_active=is_active)
+    for bias in adapter.biases:
+        wrap(bias, run=functools.partial(_with_share_of_bias, parallel.size, bias))
+    for dropout in adapter.dropouts:
+        wrap(dropout, run=functools.partial(_dropped, parallel, adapter, dropout))
+    for magnitude in adapter.magnitudes:
+        sum_norms(magnitude, lambda squares: all_reduce(squares, "sum", parallel.group), is_active)
+
+
+def _with_share_of_bias(size: int, module: nn.Module, forward: Forward, x: Tensor) -> Any:
+    """Add an equal part of the bias on each rank."""
+    bias = own_parameters(module)["bias"]
+    with in_place_of([(module, "bias", None if bias is None else bias / size)]):
+        return forward(x)
+
+
+def _dropped(parallel: Around, layer: LowRank, module: Any, forward: Forward, x: Tensor) -> Any:
+    """Apply this rank's part of a mask that is drawn for the full input."""
+    if not module.training or module.p == 0:
+        return x
+    sizes = chunk_sizes(layer.in_features, parallel.size)
+    mask = F.dropout(torch.ones(*x.shape[:-1], layer.in_features, dtype=x.dtype, device=x.device), module.p)
+    return x * mask.narrow(-1, sum(sizes[: parallel.rank]), sizes[parallel.rank])

@@ -9,34 +9,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..._compat.peft import low_rank
 from ..._compat.torch import after_backward, all_reduce, is_sharded
-from ...base.errors import MeshwrightError, ModelError, StrategyError
+from ...base.errors import ModelError, StrategyError
 from ...model.forward_order import Layer
 from ...model.layout import ModelLayout
 from ...step.axis import Axis
 from ...strategy.hooks import StyleName
 from ...strategy.registry import model_layout
 from ...tensors.norms import each_norm
+from ...tensors.ops import with_attribute
 from ...tensors.state import DTENSORS, Parts
-from .. import wrap_forward
-from .adapters import divide_input, divided_along_input, of_parameters, readers_of
+from .. import Forward, explained, wrap_forward
 from .collectives import Copies
-from .heads import check_heads
-from .local_parameters import Division, LocalParameters, Slot
-from .module_styles import without_base_layer
-from .placements import cuts_of, placements_of
+from .module_styles import divide_input, of_parameters, readers_of, without_base_layer
+from .placements import Division, LocalParameters, Slot, check_heads, cuts_of, placements_of
 from .plan import find_plan, keep_small_layers_whole, text_config
 from .sequence_stream import Stream, find_parts
-from .styles import Forward
 
 
 class TensorParallel(Axis):
@@ -57,9 +54,7 @@ class TensorParallel(Axis):
         divisions: how each parameter is sharded, by each of its names.
 
     Raises:
-        ConfigError: the plan names what does not exist, or a style of torch that no style of meshwright is equal to.
-        ModelError: the model does not fit the plan or the number of ranks. Both before any collective and before the
-            model is changed.
+        ConfigError, ModelError: the plan does not fit the model or the number of ranks; before the model is changed.
     """
 
     def __init__(
@@ -117,8 +112,10 @@ class TensorParallel(Axis):
             style = self._plan.style(name)
             if style is not None and style.run is not None:
                 self._wrap(modules[name], functools.partial(style.run, self, modules[name]))
-        for adapter in divided_along_input(self._model, self.divisions):
-            divide_input(self, adapter, lambda: self.active)
+        for name, module in modules.items():
+            adapter = low_rank(module)
+            if adapter is not None and any(self.divisions[f"{name}.{each}"].is_sharded for each in adapter.inner):
+                divide_input(self, adapter, lambda: self.active)
         for shared in self._heads:
             attention = modules[shared.attention]
             self._wrap(attention, functools.partial(_run_with_groups, attention, shared.groups))
@@ -163,20 +160,17 @@ class TensorParallel(Axis):
 
     def _explained(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Explain why a plan that does not fit the model's code fails in the first forward, on all ranks alike."""
-        try:
-            return forward(*args, **kwargs)
-        except (torch.OutOfMemoryError, dist.DistError, MeshwrightError):
-            raise
-        except RuntimeError as error:
-            if self._has_run:
-                raise
-            raise ModelError(
+        is_first, self._has_run = not self._has_run, True
+
+        def tell(reason: str) -> str:
+            return (
                 f"{type(self._model).__name__} cannot run with its tensor-parallel plan ({self._plan.source}): "
-                f"{str(error).strip().splitlines()[0]}. A colwise layer leaves each rank a part of its features, which "
-                f"a rowwise layer must take: give styles to both, or colwise_gather_output and rowwise_split_input."
-            ) from error
-        finally:
-            self._has_run = True
+                f"{reason}. A colwise layer leaves each rank a part of its features, which a rowwise layer must take: "
+                f"give styles to both, or colwise_gather_output and rowwise_split_input."
+            )
+
+        with explained(tell, is_first=is_first):
+            return forward(*args, **kwargs)
 
     def _wrap(self, module: nn.Module, run: Forward, layer: Layer = Layer.TENSOR) -> None:
         wrap_forward(module, layer, run, lambda: self.active)
@@ -189,12 +183,8 @@ class TensorParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with self._local.whole():
-            self.active = False
-            try:
-                yield
-            finally:
-                self.active = True
+        with self._local.whole(), with_attribute(self, "active", False):
+            yield
 
     def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         if self._stream is not None and shape[1] * self.size == targets_BS.shape[1]:
@@ -210,13 +200,8 @@ class TensorParallel(Axis):
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
+    def around_step(self) -> AbstractContextManager[None]:
+        return with_attribute(self, "_in_step", True)
 
     def check_by_hand(self, module: nn.Module) -> None:
         """Raise `gradient_defect`, if any, at the end of the first backward of a hand-written loop."""
@@ -239,8 +224,18 @@ class TensorParallel(Axis):
         handles = [module.register_forward_hook(hook)]
 
     def gradient_defect(self, parts: Parts) -> StrategyError | None:
-        """Return an error if the plan replicates a parameter whose gradient is partial. Collective."""
-        names = self.differing_gradients(parts)
+        """Return an error if replicated parameters have gradients that differ between ranks. Collective.
+
+        They do only if the plan leaves out a parameter that meets sharded activations.
+        """
+        named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
+        if not named:
+            return None
+        stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
+        high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
+        # Half-precision kernels may differ a little.
+        differs = (high + low).abs() > 1e-2 * high
+        names = [name for (name, _), differ in zip(named, differs.tolist(), strict=True) if differ]
         if not names:
             return None
         told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -249,22 +244,6 @@ class TensorParallel(Axis):
             f"meets sharded activations. Give it the style replicated_with_grad_allreduce in tp_plan; nothing was "
             f"trained."
         )
-
-    def differing_gradients(self, parts: Parts = DTENSORS) -> list[str]:
-        """Return the replicated parameters whose gradients differ between the ranks of the axis. Collective.
-
-        There are some only if the plan leaves out a parameter that meets sharded activations. `parts` says how a
-        strategy has sharded parameters further.
-        """
-        named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
-        if not named:
-            return []
-        names = [name for name, _ in named]
-        stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
-        high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
-        # Half-precision kernels may differ a little.
-        differs = (high + low).abs() > 1e-2 * high
-        return [name for name, differ in zip(names, differs.tolist(), strict=True) if differ]
 
     def _is_replicated(self, name: str, grad: Tensor | None) -> bool:
         if self._plain:
@@ -305,9 +284,5 @@ def parallelize_tensors(
 
 def _run_with_groups(attention: nn.Module, groups: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """Run attention with this rank's key and value heads."""
-    whole = attention.num_key_value_groups
-    attention.num_key_value_groups = groups
-    try:
+    with with_attribute(attention, "num_key_value_groups", groups):
         return forward(*args, **kwargs)
-    finally:
-        attention.num_key_value_groups = whole

@@ -1,30 +1,283 @@
-"""Where tensor parallelism shards each parameter, and what modules see of it."""
+"""Where tensor parallelism shards each parameter, what modules see of it, and which heads of attention a rank has.
+
+The ranks must divide the query heads. Where they do not divide the key and value heads, each rank computes those that
+its query heads read, from a replicated weight.
+
+[Note: local parameters] Parameters are DTensors on the `tp` axis, and plain local tensors while a module runs. A
+strategy that gathers parameters (fully_shard) puts DTensors on the `tp` axis into a module just before its forward.
+`inside` replaces them by local tensors while it runs, and autograd returns the gradients as DTensors. A module leaves
+the parameters of a submodule that does so itself: a gathered block may still be full when the model starts, and
+fully_shard reduces a block's gradients as soon as the backward of its own computation is done.
+
+With `plain`, for strategies that take no DTensors, parameters are plain local tensors throughout, and only those are
+replaced of which the module sees something else than the local shard or whose gradients must be summed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat.torch import is_sharded
+from ..._compat.torch import is_packed, is_sharded, own_parameters
 from ...base.errors import ModelError
 from ...model.layout import ModelLayout
-from .collectives import chunk_sizes
-from .heads import SharedHeads
-from .local_parameters import Cut
+from ...tensors.ops import in_place_of
+from ...tensors.pieces import Piece, pieces_within
+from ...tensors.state import whole_tensor
+from .collectives import Copy, chunk_sizes
 from .module_styles import Plan
+from .plan import text_config
 from .sequence_stream import SequenceParts
 from .styles import PACKED_PARTS, STYLES
+
+Slot: TypeAlias = "tuple[nn.Module, str]"
+
+
+@dataclass(frozen=True)
+class Division:
+    """How one parameter of a full `shape` is placed on the mesh `tp`: sharded, perhaps in packed parts, or whole."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+
+    @property
+    def is_sharded(self) -> bool:
+        return is_sharded(self.placement)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor that all ranks have, contiguous, in memory of its own."""
+        part = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather the full tensor on every rank. Collective where it is sharded."""
+        return whole_tensor(self.distributed(part)) if self.is_sharded else part
+
+    def pieces(self, pieces: list[Piece], shape: torch.Size) -> list[Piece]:
+        """Return rectangles of the full tensor from those of this rank's shard, which has `shape`."""
+        if not self.is_sharded:
+            return pieces
+        return pieces_within(pieces, self.distributed(torch.empty(shape, device="meta")))
+
+    def distributed(self, part: Tensor) -> DTensor:
+        """Wrap this rank's shard in a DTensor."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+
+
+def packed_dim(parameter: Tensor) -> int | None:
+    """Return the dim along which a parameter holds packed parts that are sharded each; None for all others.
+
+    A strategy must not shard that dim further: torch puts the parts together in a wrong order.
+    """
+    return parameter.placements[-1].dim if is_packed(parameter) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a module sees a parameter: with partial gradients, or only some rows (int64) of a replicated one."""
+
+    partial: bool = False
+    rows: Tensor | None = None
+
+
+class LocalParameters:
+    """The parameters of one model on the mesh `tp`; `plain`: they stay plain tensors instead of DTensors."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, plain: bool = False) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._plain = plain
+        self._cuts: dict[Slot, Cut] = {}
+        self._placed: dict[Cut, Tensor] = {}
+        self._divisions: dict[Slot, Division] = {}
+        self._taken: set[nn.Module] = set()
+
+    def distribute(self, divisions: Mapping[str, Division], cuts: Mapping[str, Cut]) -> None:
+        """Shard every parameter; only this rank's shard stays in memory.
+
+        `divisions` are by each name of each parameter, equal for tied names; `cuts` say where a module sees something
+        else than the local shard.
+        """
+        made: dict[int, nn.Parameter] = {}
+        for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
+            if isinstance(parameter, DTensor):
+                continue
+            owner, _, own = name.rpartition(".")
+            module = self._model.get_submodule(owner)
+            self._divisions[module, own] = divisions[name]
+            if name in cuts:
+                self._cuts[module, own] = cuts[name]
+            if id(parameter) not in made:
+                made[id(parameter)] = _divided(parameter, divisions[name], self._plain)
+            own_parameters(module)[own] = made[id(parameter)]
+
+    @property
+    def cut_modules(self) -> set[nn.Module]:
+        """The modules that see something else of a parameter than the local shard."""
+        return {module for module, _ in self._cuts}
+
+    def take(self, module: nn.Module) -> list[Slot]:
+        """Claim the parameters of a module and its submodules for `inside`, except those claimed already."""
+        self._taken.add(module)
+        return [(each, name) for each in self._within(module) for name, _ in each.named_parameters(recurse=False)]
+
+    def _within(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield module
+        for child in module.children():
+            if child not in self._taken:
+                yield from self._within(child)
+
+    @contextmanager
+    def inside(self, slots: Iterable[Slot]) -> Iterator[None]:
+        """Put local tensors in place of gathered parameters; see [Note: local parameters]."""
+        local: dict[tuple[int, Cut], Tensor] = {}
+        placed: list[tuple[nn.Module, str, Tensor]] = []
+        for module, name in slots:
+            parameter = own_parameters(module)[name]
+            cut = self._cuts.get((module, name), _WHOLE)
+            if self._is_gathered(parameter) and not (self._plain and cut is _WHOLE):
+                key = (id(parameter), cut)
+                if key not in local:
+                    local[key] = self._localized(parameter, cut)
+                placed.append((module, name, local[key]))
+        with in_place_of(placed):
+            yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Put full plain tensors in place of gathered parameters. Collective."""
+        made: dict[int, nn.Parameter] = {}
+        placed: list[tuple[nn.Module, str, Tensor]] = []
+        for module in self._model.modules():
+            for name, parameter in own_parameters(module).items():
+                if not self._is_gathered(parameter):
+                    continue
+                if id(parameter) not in made:
+                    value = parameter.detach()
+                    full = self._divisions[module, name].whole(value) if self._plain else whole_tensor(value)
+                    made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                placed.append((module, name, made[id(parameter)]))
+        with in_place_of(placed):
+            yield
+
+    def _is_gathered(self, parameter: Tensor | None) -> bool:
+        """Return whether a parameter is sharded on the `tp` axis alone; plain ones are."""
+        if not isinstance(parameter, DTensor):
+            return self._plain and parameter is not None
+        return parameter.device_mesh.ndim == 1 and parameter.device_mesh == self._mesh
+
+    def _localized(self, parameter: Tensor, cut: Cut) -> Tensor:
+        if isinstance(parameter, DTensor):
+            local: Tensor = parameter.to_local(grad_placements=[Partial()] if cut.partial else None)
+        else:
+            local = Copy.apply(parameter, self._mesh.get_group()) if cut.partial else parameter
+        if cut.rows is None:
+            return local
+        if cut not in self._placed or self._placed[cut].device != local.device:
+            # Once: a copy to a device waits for it.
+            self._placed[cut] = cut.rows.to(local.device)
+        return local.index_select(0, self._placed[cut])
+
+
+_WHOLE = Cut()
+
+
+def _divided(parameter: nn.Parameter, division: Division, plain: bool) -> nn.Parameter:
+    part = division.part(parameter.detach())
+    made = nn.Parameter(part if plain else division.distributed(part), requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+# -- heads
+
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class SharedHeads:
+    """Key and value projections of the module `attention` that ranks share.
+
+    `rows` are those of each replicated parameter that this rank uses, int64, by name; `groups`: its query heads per key
+    and value head.
+    """
+
+    attention: str
+    rows: dict[str, Tensor]
+    groups: int
+
+
+def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[SharedHeads]:
+    """Return attention modules whose key and value heads the ranks do not divide; raises ModelError for query heads."""
+    shared = []
+    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
+    config = text_config(model)
+    for name in parents:
+        attention = model.get_submodule(name)
+        counts = (getattr(attention, each, None) for each in _COUNTS)
+        heads = next((each for each in counts if isinstance(each, int) and each > 0), None)
+        is_attention = heads is not None or hasattr(attention, "num_key_value_groups") or hasattr(attention, "head_dim")
+        if not is_attention:
+            continue
+        groups, width = getattr(attention, "num_key_value_groups", None), getattr(attention, "head_dim", None)
+        key = f"{name}.k_proj"
+        if isinstance(groups, int) and isinstance(width, int) and plan.modules.get(key) == "colwise":
+            kv_heads = int(model.get_submodule(key).out_features) // width
+            heads = kv_heads * groups
+            _check_divides(name, heads, size)
+            if kv_heads % size:
+                shared.append(_share(model, plan, name, kv_heads, groups, size, rank))
+        else:
+            heads = heads or getattr(config, "num_attention_heads", None)
+            if isinstance(heads, int):
+                _check_divides(name, heads, size)
+    return shared
+
+
+def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, size: int, rank: int) -> SharedHeads:
+    count = kv_heads * groups // size
+    read = [(rank * count + index) // groups for index in range(count)]
+    distinct = list(dict.fromkeys(read))
+    per_head = len(read) // len(distinct)
+    # If each head is read by equally many, in order, attention repeats them itself; else each query head gets its own.
+    chosen = distinct if read == [head for head in distinct for _ in range(per_head)] else read
+    rows: dict[str, Tensor] = {}
+    for projection in (f"{name}.k_proj", f"{name}.v_proj"):
+        layer = model.get_submodule(projection)
+        width = int(layer.out_features) // kv_heads
+        index = torch.cat([torch.arange(head * width, (head + 1) * width) for head in chosen])
+        # Also parameters of adapters that have the output along their first dim.
+        named = plan.parameters.items()
+        rows |= {each: index for each, style in named if each.startswith(f"{projection}.") and style == "colwise"}
+    return SharedHeads(name, rows, len(read) // len(chosen))
+
+
+def _check_divides(name: str, heads: int, size: int) -> None:
+    if heads % size:
+        divisors = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+        raise ModelError(
+            f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
+            f"{divisors}."
+        )
+
+
+# -- placements
 
 
 def placements_of(
     model: nn.Module, layout: ModelLayout, plan: Plan, heads: list[SharedHeads], size: int
 ) -> dict[str, Placement]:
-    """Return the placement of each parameter by each of its names.
-
-    Raises:
-        ModelError: tied names differ, or packed parts are not divided by the ranks.
-    """
+    """Return the placement of each parameter by each of its names; ModelError if the ranks cannot divide it so."""
     replicated = {name for shared in heads for name in shared.rows}
     placements: dict[str, Placement] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -33,8 +286,7 @@ def placements_of(
         placements[name] = Replicate()
         if style is not None and name not in replicated:
             placements[name] = STYLES[style].place(model.get_submodule(owner), own, parameter)
-        _check_packed(name, parameter, placements[name], size)
-        _check_not_empty(name, parameter, placements[name], size)
+        _check_divides_parameter(name, parameter, placements[name], size)
     for names in layout.tied:
         different = {str(placements[name]): name for name in names if name in placements}
         if len(different) > 1:
@@ -47,22 +299,20 @@ def placements_of(
     return placements
 
 
-def _check_not_empty(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
-    if placement.is_shard() and chunk_sizes(parameter.shape[placement.dim], size)[-1] == 0:
+def _check_divides_parameter(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
+    if not is_sharded(placement):
+        return
+    features = parameter.shape[placement.dim]
+    if not placement.is_shard():
+        if features % (PACKED_PARTS * size):
+            raise ModelError(
+                f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
+                f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
+            )
+    elif chunk_sizes(features, size)[-1] == 0:
         raise ModelError(
             f"{name} of shape {tuple(parameter.shape)} is too small along dim {placement.dim} for tp_size={size}: a "
             f"rank would have nothing of it. Choose a smaller tp_size, or replicate it in a tp_plan."
-        )
-
-
-def _check_packed(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
-    if placement.is_shard() or not is_sharded(placement):
-        return
-    features = parameter.shape[placement.dim]
-    if features % (PACKED_PARTS * size):
-        raise ModelError(
-            f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
-            f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
         )
 
 

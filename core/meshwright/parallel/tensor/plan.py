@@ -23,19 +23,20 @@ from ...files.class_paths import import_class_from_path
 from ...model.layout import ModelLayout
 from ...strategy.hooks import StyleName
 from ...strategy.registry import Registry, get_registry, model_layout
-from .adapters import has_other_wrappers, layer_at, parts_of_wrappers
 from .collectives import chunk_sizes
 from .module_styles import (
     Plan,
     check_layers_are_named,
     gather_parts,
+    has_other_wrappers,
     is_read,
+    layer_at,
+    parts_of_wrappers,
     spellings,
     wildcards,
     without_base_layer,
 )
-from .styles import STYLES, out_features
-from .torch_styles import NamedStyle, own_style, shards_positions, translate_to_torch_parallel_style
+from .styles import STYLES, NamedStyle, out_features, own_style, shards_positions, translate_to_torch_parallel_style
 
 
 def find_plan(
@@ -46,15 +47,10 @@ def find_plan(
     sequence_parallel: bool = False,
     registry: Registry | None = None,
 ) -> Plan:
-    """Return the plan for a model.
+    """Return the plan for an unsharded model: the given one, the first that a plugin of `registry` gives, or its own.
 
-    Args:
-        model: before sharding.
-        layout: of the model.
-        given: a dict from names to styles, in which `*` stands for a number; or an import path of such a dict, or of
-            a function that returns one, which is called with the model if it takes an argument.
-        sequence_parallel: passed to the hook.
-        registry: whose plugins are asked.
+    `given` is a dict from names to styles, in which `*` stands for a number, or an import path of such a dict, or of a
+    function that returns one, which is called with the model if it takes an argument.
 
     Raises:
         ConfigError: `given` names a style or a module that does not exist, or a style of torch that no style of
@@ -111,11 +107,7 @@ def plans_within(model: nn.Module) -> dict[str, StyleName]:
 
 
 def imported_plan(path: str, model: nn.Module) -> Mapping[str, StyleName]:
-    """Return the plan at an import path: a dict, or what a function returns for the model.
-
-    Raises:
-        ConfigError: there is none, it may not be imported, it gives no dict, or the function needs more than the model.
-    """
+    """Return the plan at an import path, a dict or what a function gives; ConfigError if there is none."""
     found = import_class_from_path(path, kind=("dict", "function"))
     if callable(found):
         parameters = inspect.signature(found).parameters.values()
@@ -152,7 +144,7 @@ def _expanded(
         key = next((each for each in spellings(name) if each in values), None)
         if key is not None and name:
             met.add(key)
-            style = _own(values[key], name, layer_at(model, name), layout, source)
+            style = own_style(values[key], name, layer_at(model, name), is_head=name == layout.head, source=source)
             # The placeholder of a layer on another pipeline stage has nothing to shard.
             if style is not None and (not STYLES[style].needs or any(True for _ in module.parameters())):
                 plan.name(name, style, model)
@@ -161,7 +153,7 @@ def _expanded(
             own = next((each for each in spellings(full) if each in values), None)
             if own is not None:
                 met.add(own)
-                style = _own(values[own], full, module, layout, source)
+                style = own_style(values[own], full, module, is_head=full == layout.head, source=source)
                 if style is not None:
                     plan.parameters[full] = style
         # Names on other pipeline stages.
@@ -186,12 +178,6 @@ def _expanded(
         check_layers_are_named(plan, model)
     gather_parts(plan, model, layout)
     return plan
-
-
-def _own(style: StyleName, name: str, module: nn.Module, layout: ModelLayout, source: str) -> str | None:
-    if isinstance(style, str):
-        return style
-    return own_style(style, name, module, is_head=name == layout.head, source=source)
 
 
 def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
@@ -311,7 +297,13 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     single = {name: style for name, style in plan.parameters.items() if implied.parameters.get(name) != style}
     modules = _merged(plan.modules, [name for name, _ in model.named_modules()])
     parameters = _merged(single, [name for name, _ in model.named_parameters(remove_duplicate=False)])
-    return {name: _torch_style(style) for name, style in (modules | parameters).items()}
+    found: dict[str, ParallelStyle] = {}
+    for name, style in (modules | parameters).items():
+        try:
+            found[name] = translate_to_torch_parallel_style(style)
+        except ConfigError:
+            found[name] = NamedStyle(style)
+    return found
 
 
 def _merged(styles: dict[str, str], names: list[str]) -> dict[str, str]:
@@ -322,10 +314,3 @@ def _merged(styles: dict[str, str], names: list[str]) -> dict[str, str]:
     return {
         wildcards(name) if len(alike.get(wildcards(name), ())) == 1 else name: style for name, style in styles.items()
     }
-
-
-def _torch_style(name: str) -> ParallelStyle:
-    try:
-        return translate_to_torch_parallel_style(name)
-    except ConfigError:
-        return NamedStyle(name)

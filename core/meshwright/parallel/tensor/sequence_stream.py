@@ -10,20 +10,18 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import ModelError
 from ...model.layout import ModelLayout
-from .adapters import path_of_layer
+from ...tensors.ops import with_attribute
+from .. import Forward, explained
 from .collectives import Copies, Gather, GatherForParts, Split
-from .module_styles import Plan
-from .styles import Forward
+from .module_styles import Plan, path_of_layer
 
 _CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
 
@@ -32,12 +30,9 @@ _CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduc
 class SequenceParts:
     """Names of what sequence parallelism changes in a model.
 
-    Attributes:
-        first, last: blocks at whose entry the stream is scattered, and at whose exit it is gathered.
-        blocks: all blocks of sharded stacks.
-        regions: modules that get the full sequence.
-        scattering: row-parallel layers whose sum is scattered.
-        on_shard: parameters that meet only this rank's positions.
+    The stream is scattered at the entry of the `first` of each stack's blocks, and gathered at the exit of the `last`;
+    regions within blocks get the full sequence, and what their row-parallel layers (`scattering`) sum is scattered. The
+    parameters `on_shard` meet only this rank's positions.
     """
 
     first: frozenset[str]
@@ -123,11 +118,9 @@ class _Shape:
 
 
 class Stream:
-    """The residual stream of a model, sharded along the sequence.
+    """The residual stream of a model, sharded along the sequence; made before the model's modules are wrapped.
 
-    Args:
-        model: before its modules are wrapped.
-        copies: gets the gradient rule for uses in parts of what is gathered.
+    `copies` gets the gradient rule for uses in parts of what is gathered.
     """
 
     def __init__(self, model: nn.Module, parts: SequenceParts, copies: Copies, group: dist.ProcessGroup) -> None:
@@ -150,15 +143,17 @@ class Stream:
         # What else comes position by position is divided like the stream.
         args = tuple(self._split(value, batch, length) for value in args)
         kwargs = {key: self._split(value, batch, length) for key, value in kwargs.items()}
-        outer, self._shape = self._shape, _Shape(batch, length, length // self._size)
-        try:
-            with self._explained(name):
+        shape = _Shape(batch, length, length // self._size)
+        advice = "Set sequence_parallel=false."
+        with with_attribute(self, "_shape", shape):
+            # A block that mixes positions fails on all ranks alike.
+            with explained(
+                lambda reason: f"{name} cannot run on a part of the positions ({reason}). {advice}",
+                is_first=name not in self._ran,
+            ):
                 output = forward(*args, **kwargs)
-            if name in self.parts.last:
-                output = _map_hidden(output, batch, self._shape.part, self._gathered)
-            return output
-        finally:
-            self._shape = outer
+            self._ran.add(name)
+            return _map_hidden(output, batch, shape.part, self._gathered) if name in self.parts.last else output
 
     def run_region(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run a part of a block on all positions. Raises ModelError if it is not given the stream."""
@@ -197,25 +192,9 @@ class Stream:
         self._copies.add(whole, GatherForParts.apply(part, whole.detach(), 1, self._group))
         return whole
 
-    @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
-        """Explain why a block that mixes positions fails in its first forward, on all ranks alike."""
-        try:
-            yield
-        except (torch.OutOfMemoryError, dist.DistError):
-            raise
-        except RuntimeError as error:
-            if name in self._ran:
-                raise
-            raise ModelError(
-                f"{name} cannot run on a part of the positions ({str(error).splitlines()[0]}). "
-                f"Set sequence_parallel=false."
-            ) from error
-        self._ran.add(name)
-
 
 def _map_hidden(value: Any, batch: int, length: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the hidden states in a tensor or in the members of a tuple or list.
+    """Change the hidden states in a tensor, or in the members of a tuple or list.
 
     They are (batch, length, features), or (batch * length, features), which `change` gets in the longer form.
     """

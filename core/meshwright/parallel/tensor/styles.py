@@ -1,29 +1,34 @@
 """The styles that a tensor-parallel plan names: where a module's parameters lie, and what is done around its forward.
 
 Names and meanings are those of transformers' plans (`base_model_tp_plan`); modules compute on plain local tensors.
-Source: Shoeybi et al. 2019, arXiv:1909.08053, for column- and row-parallel layers.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, for column- and row-parallel layers;
+torch.distributed.tensor.parallel.style for those of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
 from ..._compat.peft import TransposedFactor, wrapped
 from ..._compat.torch import own_parameters, packed_shard
-from ...base.errors import ModelError
+from ...base.errors import ConfigError, ModelError, nearest
 from ...step.lm_head import DeferredLogits
+from ...tensors.ops import in_place_of, with_attribute
+from .. import Forward
 from .collectives import Copy, Gather, Reduce, ReduceScatter, ShardedVocabulary, Split, chunk_sizes
 
-Forward: TypeAlias = Callable[..., Any]
 LINEAR = ("out_features", "nf")
 """Attributes of linear layers, torch's and the Conv1D of transformers."""
 PACKED_PARTS = 2
@@ -47,13 +52,10 @@ class Around(Protocol):
 
 @dataclass(frozen=True)
 class Style:
-    """One style.
+    """Where the parameters of a module lie, given (module, name, parameter), and what `run` does around its forward.
 
-    Attributes:
-        place: (module, name, parameter) to the placement of a parameter of the module.
-        run: the module's forward with its communication; None if there is none.
-        partial: whether each rank's gradients of the parameters are partial, and are summed.
-        needs: attributes of which the module must have one.
+    `partial`: each rank's gradients of the parameters are partial, and are summed. Of the attributes that the module
+    `needs` it must have one.
     """
 
     place: Callable[[nn.Module, str, Tensor], Placement]
@@ -107,11 +109,8 @@ def _column_linear(tp: Around, module: nn.Module, forward: Forward, /, *args: An
     if not isinstance(layer, Conv1D):
         return forward(tp.copy(first), *args, **kwargs)
     # Its forward shapes the output by `nf`.
-    whole, layer.nf = layer.nf, layer.weight.shape[1]
-    try:
+    with with_attribute(layer, "nf", layer.weight.shape[1]):
         return forward(tp.copy(first), *args, **kwargs)
-    finally:
-        layer.nf = whole
 
 
 def _column_linear_gathered(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -122,16 +121,13 @@ def _column_linear_gathered(tp: Around, module: nn.Module, forward: Forward, /, 
 
 
 def _row_linear(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    own = own_parameters(wrapped(module))
-    bias = own.get("bias")
+    layer = wrapped(module)
+    bias = own_parameters(layer).get("bias")
     if bias is None:
         return _summed(tp, module, forward(*args, **kwargs))
     # The bias must be added once, not by every rank.
-    own["bias"] = None if isinstance(wrapped(module), nn.Linear) else torch.zeros_like(bias)
-    try:
+    with in_place_of([(layer, "bias", None if isinstance(layer, nn.Linear) else torch.zeros_like(bias))]):
         output = forward(*args, **kwargs)
-    finally:
-        own["bias"] = bias
     return _summed(tp, module, output) + bias
 
 
@@ -152,20 +148,16 @@ def _embedding_rows(tp: Around, module: nn.Module, forward: Forward, /, *args: A
     layer = wrapped(module)
     sizes = chunk_sizes(layer.num_embeddings, tp.size)
     start, count = sum(sizes[: tp.rank]), sizes[tp.rank]
+    if not count:
+        weight = own_parameters(layer)["weight"]
+        return Reduce.apply(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), tp.group)
     here = (ids >= start) & (ids < start + count)
     padding = layer.padding_idx
     # The row without a gradient, by its index on this rank.
-    layer.padding_idx = padding - start if isinstance(padding, int) and start <= padding < start + count else None
-    try:
-        if count:
-            rows = forward(torch.where(here, ids - start, 0), *args, **kwargs)
-            rows = torch.where(here[..., None], rows, 0.0)
-        else:
-            weight = own_parameters(layer)["weight"]
-            rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
-    finally:
-        layer.padding_idx = padding
-    return Reduce.apply(rows, tp.group)
+    own = padding - start if isinstance(padding, int) and start <= padding < start + count else None
+    with with_attribute(layer, "padding_idx", own):
+        rows = forward(torch.where(here, ids - start, 0), *args, **kwargs)
+    return Reduce.apply(torch.where(here[..., None], rows, 0.0), tp.group)
 
 
 def _embedding_columns(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -246,3 +238,110 @@ def _take_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tup
         return args[0], args[1:], kwargs
     name = next(iter(kwargs))
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+# -- styles of torch. They make DTensors of parameters and activations; each one in a plan is replaced by the style of
+# meshwright that computes the same, which follows from its layouts: which dim of the weight is sharded, and whether the
+# output is gathered. Layouts that shard positions (`Shard(1)`, `SequenceParallel`) turn sequence parallelism on.
+
+_POSITIONS = Shard(1)
+
+
+class NamedStyle(ParallelStyle):
+    """A style of `STYLES` without an equal in torch, in a plan of torch's styles; `parallelize_module` raises."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise ConfigError(
+            f"{type(module).__name__} has the style {self.name!r} of meshwright, which torch's parallelize_module "
+            f"cannot apply. Give the plan to meshwright as tp_plan, or leave this entry out of it."
+        )
+
+    def __repr__(self) -> str:
+        return f"NamedStyle({self.name!r})"
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """Return the style of torch that a name in a plan stands for; raises ConfigError if there is none."""
+    gathered = functools.partial(ColwiseParallel, output_layouts=Replicate())
+    split = functools.partial(RowwiseParallel, input_layouts=Replicate())
+    equals: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_rep": gathered,
+        "colwise_gather_output": gathered,
+        "rowwise_rep": split,
+        "rowwise_split_input": split,
+        "embedding_rowwise": split,
+        "embedding_colwise": gathered,
+        "sequence_parallel": SequenceParallel,
+    }
+    if str(style) in equals:
+        return equals[style]()
+    if str(style) in STYLES:
+        raise ConfigError(
+            f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
+            f"torch has: {', '.join(equals)}."
+        )
+    hint = nearest(str(style), STYLES)
+    raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
+
+
+def shards_positions(styles: Iterable[object]) -> bool:
+    """Return whether a style of torch among these shards positions."""
+    return any(
+        isinstance(style, SequenceParallel)
+        or _POSITIONS in (*_layouts(style, "input_layouts"), *_layouts(style, "output_layouts"))
+        for style in styles
+        if isinstance(style, ParallelStyle)
+    )
+
+
+def own_style(style: ParallelStyle | str, name: str, module: nn.Module, *, is_head: bool, source: str) -> str | None:
+    """Return the style of meshwright that stands for one of torch; None for `SequenceParallel`, which has none.
+
+    A column-parallel head gives full logits, whatever its output layout: the loss shards them by itself. `source` is
+    that of the plan, for the ConfigError if no style computes the same.
+    """
+    if isinstance(style, str):
+        return style
+    if isinstance(style, NamedStyle):
+        return style.name
+    if type(style) is SequenceParallel and style.sequence_sharding == (_POSITIONS,):
+        return None
+    found = _equal(style, isinstance(module, nn.Embedding), is_head)
+    if found is None:
+        raise ConfigError(
+            f"{source} gives {name} the style {style} of torch, which no style of meshwright is equal to. "
+            f"Give the name of a style, such as colwise or rowwise."
+        )
+    return found
+
+
+def _equal(style: Any, is_embedding: bool, is_head: bool) -> str | None:
+    if type(style) not in (ColwiseParallel, RowwiseParallel):
+        return None
+    (taken,), (given,) = style.input_layouts, style.output_layouts
+    # Replicated, or sharded along positions under sequence parallelism.
+    whole = (Replicate(), _POSITIONS)
+    if type(style) is RowwiseParallel:
+        if given not in whole or not style.use_local_output:
+            return None
+        if is_embedding:
+            return "embedding_rowwise" if taken in whole else None
+        return {Shard(-1): "rowwise", Replicate(): "rowwise_split_input"}.get(taken)
+    if taken not in whole:
+        return None
+    if is_head and not is_embedding:
+        return "colwise_gather_output"
+    if not style.use_local_output:
+        return None
+    if is_embedding:
+        return "embedding_colwise" if given == Replicate() else None
+    return {Shard(-1): "colwise", Replicate(): "colwise_gather_output"}.get(given)
+
+
+def _layouts(style: object, name: str) -> tuple[Any, ...]:
+    return tuple(getattr(style, name, None) or ())

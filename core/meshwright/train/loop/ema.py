@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from ...base.errors import StrategyError
 from ...optim.config import AVERAGED, EMAConfig
 from ...strategy.contract import StrategyManager
-from ...tensors.averages import Averages
+from ...tensors.state import Averages
 from .extension import LoopExtension
 
 

@@ -1,9 +1,15 @@
 """Expert parallelism for any model with stacked experts: each rank of `ep` has some of the experts, all of each.
 
-Parameters of experts become DTensors, sharded along their first dim on the axis `ep` of the expert mesh; the strategy
-shards them further over `ep_shard`. Tokens are dispatched around the forward of the experts' modules, which is the
-model's own, on this rank's experts. A rank computes its experts' tokens of all ranks along `ep`, so gradients are sums
-over `ep` already; those over `ep_shard` and `dp_replicate` are the strategy's.
+A strategy calls `ExpertParallel.apply` before it shards the model further, and shards the modules that it names over
+the expert mesh ([Note: axis, dim, degree] in `meshwright.mesh.sizes`), all other modules as before. Parameters of
+experts are then DTensors, sharded along their first dim on the axis `ep`; the strategy shards them further over
+`ep_shard`. Tokens are dispatched around the forward of the experts' modules, which is the model's own, on this rank's
+experts. A rank computes its experts' tokens of all ranks along `ep`, so gradients are sums over `ep` already; those
+over `ep_shard` and `dp_replicate` are the strategy's.
+
+Stacked experts are found by structure: a module with `num_experts`, parameters with as many entries along their first
+dim, and a forward of hidden states (T, D), the experts of each token (T, K) and their weights (T, K), as the experts of
+transformers. Others are refused.
 
 Counts are exchanged before rows, so nothing is padded or dropped, and a rank without rows takes part all the same. Rows
 are sorted by expert; routing weights stay with the sender, since experts multiply by them last.
@@ -16,8 +22,11 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3; without capacity, as 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +34,103 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from ..._compat.peft import with_low_rank, wrappers_of_parameters
-from ..._compat.torch import all_to_all, own_parameters
-from ...base.errors import ModelError
-from ...mesh.mesh import Mesh
-from ...model.forward_order import Layer
-from ...step.axis import Axis
-from ...tensors.ops import on_host
-from .. import Forward, wrap_forward
-from ..tensor.collectives import Gather, Split
-from ..tensor.local_parameters import Division, LocalParameters
-from .find import Experts, argument_names, find_experts
+from .._compat.peft import base_name, with_low_rank, wrappers_of_parameters
+from .._compat.torch import all_to_all, own_parameters
+from ..base.errors import ModelError
+from ..mesh.mesh import Mesh
+from ..model.forward_order import Layer
+from ..step.axis import Axis
+from ..tensors.ops import in_place_of, on_host, with_attribute
+from . import Forward, wrap_forward
+from .tensor.collectives import Gather, Split
+from .tensor.placements import Division, LocalParameters
+
+_DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
+"""Names of the dispatching style in a model's own plan; the second is that of transformers 5.17."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module of stacked experts: its name and their number."""
+
+    name: str
+    count: int
+
+
+def find_experts(model: nn.Module) -> list[Experts]:
+    """Return the modules of stacked experts, in the model's order."""
+    return [Experts(name, module.num_experts) for name, module in model.named_modules() if _is_experts(module)]
+
+
+def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
+    """Raise ModelError, on all ranks alike, if a full model's experts cannot be divided over `ep_size` ranks."""
+    if ep_size == 1:
+        return
+    found = find_experts(model)
+    missing = _named_by_plan(model) - {base_name(each.name) for each in found}
+    if missing or not found:
+        told = f"{sorted(missing)[0]} is not of" if missing else "has none of"
+        raise ModelError(
+            f"ep_size={ep_size} divides experts over ranks, but {type(model).__name__} {told} the kind that can be: a "
+            f"module with num_experts, parameters with as many entries along their first dim, and a forward of hidden "
+            f"states, indices and weights. Use ep_size=1."
+        )
+    for each in found:
+        if each.count % ep_size:
+            divisors = ", ".join(str(size) for size in range(1, each.count + 1) if each.count % size == 0)
+            raise ModelError(
+                f"ep_size={ep_size} does not divide the {each.count} experts of {each.name}. "
+                f"Use one of {divisors} for ep_size."
+            )
+        _check_own(model, each, ep_size)
+
+
+def _check_own(model: nn.Module, experts: Experts, ep_size: int) -> None:
+    """Refuse experts that hold or share parameters that are not divided with them."""
+    inside = {name for name, _ in model.get_submodule(experts.name).named_parameters(prefix=experts.name)}
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    for names in by_identity.values():
+        if inside.intersection(names) and len(names) > 1:
+            raise ModelError(
+                f"{' and '.join(names)} are one parameter, which cannot be divided over ep_size={ep_size} ranks. "
+                f"Untie them, or use ep_size=1."
+            )
+    for name in sorted(inside):
+        if "." in name.removeprefix(f"{experts.name}."):
+            raise ModelError(
+                f"{experts.name} holds {name} beside its stacked parameters, which all of its experts share, so it "
+                f"cannot be divided over ep_size={ep_size} ranks. Use ep_size=1."
+            )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if type(count) is not int or count < 2 or not any(parameter.dim() == 3 for parameter in own):
+        return False
+    return all(p.dim() > 1 and p.shape[0] == count for p in own) and len(argument_names(module)) == 3
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, each in inspect.signature(module.forward).parameters.items() if each.kind in kinds]
+
+
+def _named_by_plan(model: nn.Module) -> set[str]:
+    """Return the modules that the model's own expert-parallel plan names, by their names in the base model."""
+    of_config: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    # transformers 5.17 has no plan of the whole model.
+    plan = getattr(model, "ep_plan", None) or {f"{prefix}.{name}": style for name, style in of_config.items()}
+    patterns = [name for name, style in plan.items() if style in _DISPATCHED]
+    regex = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
+    names = {base_name(name) for name, _ in model.named_modules()}
+    return {name for name in names if any(each.fullmatch(name) for each in regex)}
+
+
+# -- dispatch
 
 
 class ExpertParallel(Axis):
@@ -82,14 +177,10 @@ class ExpertParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with ExitStack() as stack:
+        with ExitStack() as stack, with_attribute(self, "_active", False):
             for parameters in self._local:
                 stack.enter_context(parameters.whole())
-            self._active = False
-            try:
-                yield
-            finally:
-                self._active = True
+            yield
 
     def _wrap(
         self, module: nn.Module, experts: Experts, parameters: LocalParameters, adapters: Sequence[nn.Module]
@@ -131,17 +222,13 @@ def _of_rank(module: nn.Module, adapters: Sequence[nn.Module], first: int, count
     Adapters are replicated; a rank's gradients of them are those of its experts and all tokens of these, so that the
     sum over ranks is the full gradient.
     """
-    own, whole = own_parameters(module), module.num_experts
-    before = dict(own)
-    try:
-        for adapter in adapters:
-            name = adapter.parameter_name
-            own[name] = with_low_rank(adapter, own[name], first)
-        module.num_experts = count
+    own = dict(own_parameters(module))
+    for adapter in adapters:
+        own[adapter.parameter_name] = with_low_rank(adapter, own[adapter.parameter_name], first)
+    changed = {adapter.parameter_name: own[adapter.parameter_name] for adapter in adapters}
+    placed = ((module, name, tensor) for name, tensor in changed.items())
+    with in_place_of(placed), with_attribute(module, "num_experts", count):
         yield
-    finally:
-        module.num_experts = whole
-        own.update(before)
 
 
 def _check_shapes(experts: Experts, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
@@ -170,14 +257,10 @@ class Exchange(torch.autograd.Function):
 def dispatched(
     experts: Forward, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *, count: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute `count` experts, shared by the ranks of `group`, on this rank's tokens.
+    """Compute `count` experts, shared by the ranks of `group`, on this rank's tokens; (T, D), as the hidden states.
 
-    Args:
-        experts: forward of this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D).
-        index_TK: int64; entries outside of [0, count) are no expert and add nothing.
-
-    Returns:
-        (T, D), in the dtype of the hidden states.
+    `experts` is the forward of this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D).
+    Entries of the int64 `index_TK` outside of [0, count) are no expert and add nothing.
     """
     tokens, choices = index_TK.shape
     ranks = dist.get_world_size(group)
