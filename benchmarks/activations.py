@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.model.activation_options import ActivationCheckpointing, ActivationOptions
-from meshwright.model.budget import BudgetedBlocks
-from meshwright.model.knapsack import ONE_STAGE, Choices
+from meshwright.model.budget import ONE_STAGE, BudgetedBlocks, Choices
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.tokens import token_loss_sum

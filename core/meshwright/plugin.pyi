@@ -3,16 +3,16 @@
 from ._compat.peft import adapted_on_meta as adapted_on_meta
 from ._compat.peft import inject as inject
 from ._compat.torch import UncompiledMode as UncompiledMode
+from ._compat.torch import all_gather_single as all_gather_single
 from ._compat.torch import arithmetic as arithmetic
+from ._compat.torch import category_of as category_of
 from ._compat.torch import is_asking_for_shapes as is_asking_for_shapes
 from ._compat.torch import is_attention as is_attention
 from ._compat.torch import is_choice as is_choice
 from ._compat.torch import is_profiled as is_profiled
 from ._compat.torch import marked as marked
+from ._compat.torch import reduce_scatter_single as reduce_scatter_single
 from ._compat.torch import written_arguments as written_arguments
-from ._compat.torch_versions import all_gather_single as all_gather_single
-from ._compat.torch_versions import category_of as category_of
-from ._compat.torch_versions import reduce_scatter_single as reduce_scatter_single
 from ._compat.transformers import never_ask as never_ask
 from ._compat.transformers import render_marked as render_marked
 from .base.errors import BatchError as BatchError
@@ -218,6 +218,7 @@ from .model.adapter_options import adapter_options as adapter_options
 from .model.adapter_options import check_base as check_base
 from .model.adapter_options import check_names as check_names
 from .model.budget import BudgetedBlocks as BudgetedBlocks
+from .model.budget import Moment as Moment
 from .model.budget import choose as choose
 from .model.budget import without_choice as without_choice
 from .model.configuration import check_model_type as check_model_type
@@ -229,7 +230,6 @@ from .model.drawn_weights import DeferredModel as DeferredModel
 from .model.forward_order import Layer as Layer
 from .model.forward_order import WeightGradients as WeightGradients
 from .model.forward_order import put_around as put_around
-from .model.knapsack import Moment as Moment
 from .model.layout import ModelLayout as ModelLayout
 from .model.layout import ModelSize as ModelSize
 from .model.layout import check_elements as check_elements

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 import meshwright_ddp._compat
 import meshwright_fsdp2._compat
 from meshwright import Mesh, MeshSizes, StrategyError, open_world
-from meshwright._compat import torch_versions
+from meshwright._compat import torch as torch_versions
 from meshwright._compat.torch import (
     GLOO_THREAD,
     TorchDispatchMode,

@@ -21,12 +21,11 @@ from torch.distributed.tensor import DTensor
 from meshwright.base.errors import ConfigError, StrategyError
 from meshwright.model import forward_order
 from meshwright.model.activation_options import ActivationOptions
-from meshwright.model.budget import BudgetedBlocks
+from meshwright.model.budget import ONE_STAGE, BudgetedBlocks, Choice, Choices, Moment
 from meshwright.model.forward_order import Layer
-from meshwright.model.knapsack import ONE_STAGE, Choice, Choices, Moment, Operator, Profile
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.offload import OffloadedBlocks
-from meshwright.model.operators import COMMUNICATION
+from meshwright.model.operators import COMMUNICATION, Operator, Profile
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.tokens import token_loss_sum
 from meshwright.tensors.ops import tensors_in
@@ -220,19 +219,14 @@ def test_a_larger_microbatch_is_told_once() -> None:
 
 
 class _Held(Observer):
-    """Counts what blocks are given and make, forward and recomputation, at times when no block runs.
-
-    Attributes:
-        peak: bytes of that which lived at once.
-    """
+    """Counts what blocks are given and make, forward and recomputation, at times when no block runs: `peak` bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
-        self._depth = 0
+        self.peak = self._depth = 0
         self._is_new = False
         self._modules: list[nn.Module] = []
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def around(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         self._modules.append(module)
@@ -248,7 +242,7 @@ class _Held(Observer):
                 self._is_new = True
             for tensor in tensors_in(result):
                 # The next block is given it, or what lies behind the last.
-                self._live.pop(id(tensor.untyped_storage()), None)
+                self._live.discard(tensor.untyped_storage())
             return result
 
         return forward
@@ -265,18 +259,12 @@ class _Held(Observer):
         if self._is_new and not self._depth:
             # What a block has gathered of its parameters is none of its activations.
             parameters = [each for module in self._modules for each in module.parameters()]
-            gathered = {id(each.untyped_storage()) for each in parameters if not isinstance(each, DTensor)}
-            live = [reference() for reference in list(self._live.values())]
-            held = [each for each in live if each is not None and id(each) not in gathered]
-            self.peak = max(self.peak, sum(each.nbytes() for each in held))
+            gathered = {each.untyped_storage() for each in parameters if not isinstance(each, DTensor)}
+            self.peak = max(self.peak, sum(each.nbytes() for each in set(self._live) - gathered))
             self._is_new = False
 
     def _see(self, value: Any) -> None:
-        for tensor in tensors_in(value):
-            storage = tensor.untyped_storage()
-            if id(storage) not in self._live:
-                key = id(storage)
-                self._live[key] = weakref.ref(storage, lambda _, key=key: self._live.pop(key, None))  # type: ignore[misc]
+        self._live.update(tensor.untyped_storage() for tensor in tensors_in(value))
 
 
 def _trained(
@@ -307,8 +295,8 @@ def _trained(
 
 def _within_budgets(
     strategy: str, config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: dict[str, Any] | None = None
-) -> tuple[list[float], list[bool], int, int]:
-    """Of some budgets: what was held of each, and whether losses and weights are those without recomputation."""
+) -> tuple[float, bool]:
+    """The share of a budget that was held, and whether losses and weights are those without recomputation."""
 
     def trained(budget: float) -> tuple[int, list[float], dict[str, Tensor]]:
         options = config | {"activation_checkpointing": {"budget_gb": budget}}
@@ -321,13 +309,9 @@ def _within_budgets(
     whole = trained(LARGE)
     most = torch.tensor(whole[0])
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    used, equal = [], [whole[1] == plain[1] and _same(whole[2], plain[2])]
-    for share in (0.4,):
-        budget = least + share * (int(most) - least)
-        found = trained(budget / 1e9)
-        used.append(found[0] / budget)
-        equal.append(found[1] == plain[1] and _same(found[2], plain[2]))
-    return used, equal, least, int(most)
+    budget = least + 0.4 * (int(most) - least)
+    found = trained(budget / 1e9)
+    return found[0] / budget, all(each[1] == plain[1] and _same(each[2], plain[2]) for each in (whole, found))
 
 
 def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -337,6 +321,7 @@ def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 CASE = Case(layers=6, sequences=8)
 PIPELINED = Case(layers=8, sequences=8)
 ROUTED = Case("mixtral", shares=(4, 2, 4, 2), optimizer=OptimizerConfig(lr=1e-9))
+INTERLEAVED = {"pipeline": {"pp_schedule": "interleaved1f1b"}}
 RANKS: list[Any] = [
     pytest.param("fsdp2", 2, {"reshard_after_forward": True}, {}, CASE, None, id="fsdp2"),
     pytest.param("fsdp2", 2, {"sequence_parallel": True}, {"tp_size": 2}, CASE, None, id="tp"),
@@ -346,16 +331,7 @@ RANKS: list[Any] = [
     pytest.param("single", 1, {}, {}, CASE, None, id="single"),
     pytest.param("ddp", 2, {}, {}, CASE, None, id="ddp-torch", marks=pytest.mark.zoo),
     pytest.param("fsdp2", 2, {}, {"pp_size": 2}, PIPELINED, {"pipeline": {"pp_schedule": "1f1b"}}, id="1f1b"),
-    pytest.param(
-        "fsdp2",
-        2,
-        {},
-        {"pp_size": 2},
-        PIPELINED,
-        {"pipeline": {"pp_schedule": "interleaved1f1b"}},
-        id="interleaved1f1b",
-        marks=pytest.mark.zoo,
-    ),
+    pytest.param("fsdp2", 2, {}, {"pp_size": 2}, PIPELINED, INTERLEAVED, id="interleaved", marks=pytest.mark.zoo),
     pytest.param("fsdp2", 2, {}, {"ep_size": 2}, Case("mixtral", shares=(8, 4)), None, id="ep"),
     # Steps that leave the routers as they were when the budget was divided.
     pytest.param("fsdp2", 4, {}, {"ep_size": 2}, ROUTED, None, id="ep-4", marks=pytest.mark.zoo),
@@ -367,12 +343,9 @@ def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
     strategy: str, ranks: int, config: Any, sizes: Any, case: Case, wrapper: Any
 ) -> None:
     found = pool(ranks).run(_within_budgets, strategy, config, sizes, case, wrapper)
-    for used, equal, _, _ in found:
-        assert all(equal)
-        assert max(used) <= 1.1, found
+    assert all(is_same for _, is_same in found)
     # The budget is of the rank that has most.
-    for each in zip(*(used for used, *_ in found), strict=True):
-        assert max(each) >= 0.9, found
+    assert 0.9 <= max(used for used, _ in found) <= 1.1, found
 
 
 def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool]:
@@ -494,9 +467,6 @@ def test_parameters_that_come_within_a_block_do_not_go_to_host_memory() -> None:
         assert moved == activations
 
 
-# -- refusals
-
-
 def _by_hand(case: Case) -> str:
     manager: Any = build_manager("fsdp2", {"activation_checkpointing": {"budget_gb": LARGE}}, {}, case)
     with pytest.raises(StrategyError) as error:
@@ -516,33 +486,19 @@ def _refused(config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "wrapper", "text"),
+    ("mode", "config", "sizes", "text"),
     [
-        (
-            {"activation_checkpointing": {"budget_gb": 1}, "enable_compile": True},
-            {},
-            None,
-            "{budget_gb: 1.0} acts on operators one by one, but with enable_compile=true",
-        ),
-        (
-            {"activation_checkpointing": {"budget_gb": 1}},
-            {"pp_size": 2},
-            {"pipeline": {"pp_schedule": "interleaved_zero_bubble"}},
-            "Use a schedule with whole backwards",
-        ),
-        ({"activation_checkpointing": {"budget_gb": 0}}, {}, None, "activation_checkpointing.budget_gb: Input should"),
-        (
-            {"activation_checkpointing": {"budget": 1}},
-            {},
-            None,
-            "unknown key. Did you mean 'budget_gb'",
-        ),
-        ({"activation_checkpointing": {}}, {}, None, "takes one of budget_gb and offload"),
-        ({"activation_checkpointing": {"budget_gb": 1, "offload": "cpu"}}, {}, None, "takes one of"),
+        ({"budget_gb": 1}, {"enable_compile": True}, {}, "{budget_gb: 1.0} acts on operators one by one, but with"),
+        ({"budget_gb": 1}, {}, {"pp_size": 2}, "Use a schedule with whole backwards"),
+        ({"budget_gb": 0}, {}, {}, "activation_checkpointing.budget_gb: Input should"),
+        ({"budget": 1}, {}, {}, "unknown key. Did you mean 'budget_gb'"),
+        ({}, {}, {}, "takes one of budget_gb and offload"),
+        ({"budget_gb": 1, "offload": "cpu"}, {}, {}, "takes one of"),
     ],
     ids=["compile", "schedule", "zero", "unknown", "none", "both"],
 )
-def test_what_cannot_be_kept_is_refused(config: Any, sizes: Any, wrapper: Any, text: str) -> None:
-    found = pool(2).run(_refused, config, sizes, Case(layers=4), wrapper)
+def test_what_cannot_be_kept_is_refused(mode: Any, config: Any, sizes: Any, text: str) -> None:
+    wrapper = {"pipeline": {"pp_schedule": "interleaved_zero_bubble"}} if sizes else None
+    found = pool(2).run(_refused, {"activation_checkpointing": mode, **config}, sizes, Case(layers=4), wrapper)
     assert found[0] == found[1]
     assert text in found[0]

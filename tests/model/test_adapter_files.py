@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support import doors
+from support.managers import empty_manager
 from support.tiers import mostly_slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -110,6 +111,16 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+def merged_model(source: Path, out: Path, **options: Any) -> Any:
+    merge_adapter(source, out, **options)
+    return AutoModelForCausalLM.from_pretrained(out).eval()
+
+
+def check_equal(state: Any, expected: Any) -> None:
+    """Every tensor of a state is in another one, bit for bit."""
+    assert [name for name, value in state.items() if not torch.equal(expected[name], value)] == []
+
+
 def check_loaded_in_peft(weights: dict[str, Tensor], base: Path, adapter: Path) -> Any:
     """Every weight of the run is in peft's model over the base, bit for bit."""
     model = trained_in_peft(base, adapter)
@@ -118,8 +129,7 @@ def check_loaded_in_peft(weights: dict[str, Tensor], base: Path, adapter: Path) 
     turned = {name.replace(".factor", ".weight"): value.t() for name, value in weights.items() if is_transposed(name)}
     weights = {name: value for name, value in weights.items() if not is_transposed(name)} | turned
     assert found.keys() == weights.keys()
-    wrong = [name for name, value in weights.items() if not torch.equal(found[name], value)]
-    assert not wrong
+    check_equal(weights, found)
     return model
 
 
@@ -141,15 +151,12 @@ def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
     # The adapter, and two moments of AdamW.
     assert size_of(tmp_path / "checkpoint") - random == 3 * trained
     assert manifest.format == 3
-    assert manifest.base == {
-        "path": str(bases / "untied"),
-        "revision": None,
-        "fingerprint": fingerprint_of(bases / "untied"),
-    }
+    base = bases / "untied"
+    assert manifest.base == {"path": str(base), "revision": None, "fingerprint": fingerprint_of(base)}
     other = "fsdp2" if layout == "pipeline" else "pipeline"
     loaded, _, losses = train(other, bases / "untied", peft, 1, source=str(tmp_path / "checkpoint"))
     assert loaded.keys() == weights.keys()
-    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    check_equal(weights, loaded)
     _, _, same = train(layout, bases / "untied", peft, 1, source=str(tmp_path / "checkpoint"))
     assert losses == pytest.approx(same, abs=1e-6)
 
@@ -169,7 +176,7 @@ def test_peft_loads_what_was_trained_and_merged_models_compute_it(
         assert done.exit_code == 0, done.output
     files = [load_file(tmp_path / f"of-{name}" / "model.safetensors") for name in ("checkpoint", "adapter")]
     assert files[0].keys() == files[1].keys()
-    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    check_equal(*files)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "of-checkpoint").eval()
     assert torch.allclose(logits(merged), expected, atol=1e-5)
     with warnings.catch_warnings():
@@ -179,8 +186,7 @@ def test_peft_loads_what_was_trained_and_merged_models_compute_it(
     differs = tied == "tied" and kind in ADDED_TWICE
     assert torch.allclose(logits(plain), expected, atol=1e-5) is not differs
     if not differs:
-        state = plain.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
+        check_equal(merged.state_dict(), plain.state_dict())
 
 
 @pytest.mark.slow
@@ -192,13 +198,11 @@ def test_every_strategy_exports_tied_adapters_and_goes_on_from_them(
     peft = {**LORA, **KINDS[kind]}
     _, weights, _ = train(layout, bases / "tied", peft, 2, tmp_path)
     expected = logits(check_loaded_in_peft(weights, bases / "tied", tmp_path / "adapter"))
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    assert torch.allclose(logits(merged_model(tmp_path / "adapter", tmp_path / "merged")), expected, atol=1e-5)
     for source in ({"source": str(tmp_path / "checkpoint")}, {}):
         options = peft if source else {"adapter": str(tmp_path / "adapter")}
         loaded, _, _ = train("", bases / "tied", options, 0, **source)
-        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+        check_equal(weights, loaded)
 
 
 @pytest.mark.slow
@@ -213,14 +217,13 @@ def test_single_tokens_that_are_trained_are_merged(tied: str, bases: Path, tmp_p
     model.save_pretrained(tmp_path / "adapter")
     merging = Merging(model)
     given = dict(merging.merged((name, weights[name]) for name in merging.names))
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=bases / tied)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    merged = merged_model(tmp_path / "adapter", tmp_path / "merged", base=bases / tied).state_dict()
     plain = model.merge_and_unload()
     before = AutoModelForCausalLM.from_pretrained(bases / tied).model.embed_tokens.weight
     assert (plain.model.embed_tokens.weight != before).any(1).nonzero().flatten().tolist() == [1, 5]
     assert given.keys() <= merged.keys() == plain.state_dict().keys()
-    assert all(torch.equal(value, merged[name]) for name, value in plain.state_dict().items())
-    assert all(torch.equal(value, merged[name]) for name, value in given.items())
+    check_equal(plain.state_dict(), merged)
+    check_equal(given, merged)
 
 
 @pytest.mark.slow
@@ -228,11 +231,9 @@ def test_experts_are_adapted_saved_and_merged(bases: Path, tmp_path: Path) -> No
     peft = {"type": "lora", "r": 2, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
     _, weights, _ = train("", bases / "experts", peft, 2, tmp_path)
     model = check_loaded_in_peft(weights, bases / "experts", tmp_path / "adapter")
-    merge_adapter(tmp_path / "checkpoint", tmp_path / "merged", max_shard_size="20KB")
+    merged = merged_model(tmp_path / "checkpoint", tmp_path / "merged", max_shard_size="20KB")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    state = model.merge_and_unload().state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
+    check_equal(merged.state_dict(), model.merge_and_unload().state_dict())
 
 
 @pytest.mark.slow
@@ -240,14 +241,13 @@ def test_a_base_in_bfloat16_has_an_adapter_in_float32(bases: Path, tmp_path: Pat
     _, weights, _ = train("fsdp2", bases / "untied", {**LORA, "base_dtype": "bfloat16"}, 2, tmp_path)
     dtypes = {"lora_" in name: value.dtype for name, value in weights.items()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
-    merge_adapter(tmp_path / "checkpoint", tmp_path / "merged")
+    merged = merged_model(tmp_path / "checkpoint", tmp_path / "merged")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = AutoModelForCausalLM.from_pretrained(bases / "untied", dtype=torch.bfloat16)
         state = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).merge_and_unload().state_dict()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.bfloat16
-    assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
+    check_equal(merged.state_dict(), state)
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def trained(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_from_a_saved_adapter(bases: Path, trained: Path, tmp_path: Path) -> None:
     loaded, weights, _ = train("fsdp2", bases / "untied", {"adapter": str(trained / "adapter")}, 1, tmp_path)
     model = trained_in_peft(bases / "untied", trained / "adapter")
-    assert all(torch.equal(loaded[name], value) for name, value in model.named_parameters())
+    check_equal(dict(model.named_parameters()), loaded)
     check_loaded_in_peft(weights, bases / "untied", tmp_path / "adapter")
     changed = [name for name in weights if not torch.equal(weights[name], loaded[name])]
     assert changed
@@ -325,10 +325,8 @@ def test_what_is_trained_beside_adapters_is_not_lost(bases: Path, tmp_path: Path
 
 
 def _train_norm_too(base: str, root: str) -> None:
-    world = mw.open_world("cpu")
-    stack, degrees = mw.resolve("single", mw.MeshSizes(), 1)
-    manager = stack.build(mw.Mesh(degrees, world))
-    model, weights = opened(world, Wanted(base, peft=LORA))
+    manager = empty_manager("single")
+    model, weights = opened(manager.mesh.world, Wanted(base, peft=LORA))
     model.get_parameter(f"{PREFIX}model.norm.weight").requires_grad_(True)
     manager.parallelize(model, weights)
     manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
@@ -350,14 +348,13 @@ def test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or
     held, untrained = pool(1).run(_from_config, str(tmp_path))[0]
     assert size_of(tmp_path / "checkpoint") >= held
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "adapter")
-    merge_adapter(tmp_path / "checkpoint", tmp_path / "merged")
     assert not (tmp_path / "adapter" / "meshwright_base.json").exists()
     base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
     base.load_state_dict(untrained)
     ids = torch.arange(8)[None]
     plain = base.eval()(ids).logits
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids).logits
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids).logits
+    merged = merged_model(tmp_path / "checkpoint", tmp_path / "merged")(ids).logits
     torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-5)
     assert not torch.allclose(adapted, plain, atol=1e-3)
     assert read_manifest(tmp_path / "checkpoint").format == 2

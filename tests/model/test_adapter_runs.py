@@ -70,6 +70,11 @@ def run(path: Path, ranks: int = 1) -> tuple[str, str, int]:
     return result
 
 
+def export_merged(source: Path, out: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["export", "--merge", str(source), str(out)])
+    assert done.exit_code == 0, done.output
+
+
 def refused(place: Path, directory: Path, model: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(MeshwrightError) as caught:
         plan_run(load_run(run_file(place, directory, model, **changes)), 1)
@@ -169,10 +174,8 @@ def test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh(
         AutoModelForCausalLM.from_pretrained(adapter / "model")
     # From the first step's checkpoint on, on two ranks, to the same end.
     first = adapter / "checkpoints" / "step-00000001"
-    path = run_file(
-        place, tmp_path, {"peft": PEFT}, resume=str(first), strategy="fsdp2", nproc=2, checkpoint={"every": 1}
-    )
-    output, error, code = run(path, 2)
+    changes = {"resume": str(first), "strategy": "fsdp2", "nproc": 2, "checkpoint": {"every": 1}}
+    output, error, code = run(run_file(place, tmp_path, {"peft": PEFT}, **changes), 2)
     assert code == 0, error
     assert f"going on from {first}, after step 1" in output
     ends = [json.loads((each / "summary.json").read_text())["held_out_loss"] for each in (adapter, tmp_path / "out")]
@@ -190,14 +193,11 @@ def test_a_run_begins_with_a_saved_adapter(place: Path, adapter: Path, tmp_path:
     output, error, code = run(path, 2)
     assert code == 0, error
     assert "of them train, over" in output
-    manifest = read_manifest(tmp_path / "out" / "checkpoints" / "step-00000002")
-    assert manifest.base is not None
-    checkpoint = str(tmp_path / "out" / "checkpoints" / "step-00000002")
-    done = CliRunner().invoke(cli.app, ["export", "--merge", checkpoint, str(tmp_path / "as-trained")])
-    assert done.exit_code == 0, done.output
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
+    assert read_manifest(checkpoint).base is not None
+    export_merged(checkpoint, tmp_path / "as-trained")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "as-trained").dtype == torch.bfloat16
-    done = CliRunner().invoke(cli.app, ["export", "--merge", str(tmp_path / "out" / "model"), str(tmp_path / "merged")])
-    assert done.exit_code == 0, done.output
+    export_merged(tmp_path / "out" / "model", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.float32  # of the base's files, as nothing else is said
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
@@ -210,8 +210,7 @@ def test_a_merged_adapter_keeps_all_files_of_its_tokenizer(adapter: Path, tmp_pa
     for name, text in own.items():
         (tmp_path / "adapter" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "adapter" / name).write_text(text)
-    done = CliRunner().invoke(cli.app, ["export", "--merge", str(tmp_path / "adapter"), str(tmp_path / "merged")])
-    assert done.exit_code == 0, done.output
+    export_merged(tmp_path / "adapter", tmp_path / "merged")
     assert {name: (tmp_path / "merged" / name).read_text() for name in own} == own
 
 
@@ -226,13 +225,8 @@ TEMPLATE = (
 def test_the_tokenizer_that_is_written_has_the_chat_template_of_the_run(place: Path, tmp_path: Path) -> None:
     talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(40)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    data = {
-        "sources": [{"files": str(tmp_path / "talks.jsonl"), "format": "messages"}],
-        "chat_template": TEMPLATE,
-        "cache_dir": str(tmp_path / "cache"),
-        "seq_len": 16,
-        "eval_fraction": 0.2,
-    }
+    data = {"sources": [{"files": str(tmp_path / "talks.jsonl"), "format": "messages"}], "chat_template": TEMPLATE}
+    data |= {"cache_dir": str(tmp_path / "cache"), "seq_len": 16, "eval_fraction": 0.2}
     path = run_file(place, tmp_path, {"peft": PEFT}, data=data, batch_size=1, steps=1, checkpoint={"every": 1})
     _, error, code = run(path)
     assert code == 0, error

@@ -30,6 +30,9 @@ from support.tiers import mostly_slow
 
 from meshwright._compat.peft import tie_adapters
 from meshwright.base.errors import ModelError
+from meshwright.model.adapter import with_adapter
+from meshwright.model.configuration import config_from_directory
+from meshwright.model.pretrained import open_pretrained
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import Case, pool
 from meshwright.testing.models import adapted_model, case_model
@@ -39,25 +42,20 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 EXACT = 1e-12
-DAILY = [
-    ("all-linear", "sequence"),
-    ("embedding", "pp"),
-    ("saved modules", "tp"),
-    ("dora", "tp"),
-    ("experts", "ep"),
-    ("widths", "megatron"),
-    ("rank one", "megatron"),
-    ("biases", "megatron"),
-]
+LAYOUT_OF = {"all-linear": "sequence", "embedding": "pp", "saved modules": "tp", "dora": "tp", "experts": "ep"}
+LAYOUT_OF |= dict.fromkeys(("widths", "rank one", "biases"), "megatron")
+OF_TIED = [("tied factors", layout, True) for layout in ("sequence", "interleaved", "bucketed")]
+TRAINED = mostly_slow([*((*each, False) for each in LAYOUT_OF.items()), *OF_TIED, ("tied modules", "tp", True)])
 SWEEP = [
-    pytest.param(adapter, layout, tied, id=f"{adapter}-{layout}{'-tied' * tied}".replace(" ", "_"))
+    pytest.param(adapter, layout, tied, marks=pytest.mark.zoo, id=f"every-{adapter}-{layout}-{tied}")
     for adapter, layout in itertools.product(ADAPTERS, LAYOUTS)
     for tied in (False, True)
     if applies(adapter, layout) and (adapter in TIED or not tied)
 ]
 
 
-def _assert_parity(adapter: str, layout: str, *, tied: bool = False) -> None:
+@pytest.mark.parametrize(("adapter", "layout", "tied"), [*TRAINED, *SWEEP])
+def test_adapters_train_as_in_one_process(adapter: str, layout: str, tied: bool) -> None:
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
     case = adapter_case(adapter, tied=tied)
     outcomes = pool(ranks).run(train_case, strategy, config, sizes, case, "cpu", wrapper)
@@ -65,29 +63,12 @@ def _assert_parity(adapter: str, layout: str, *, tied: bool = False) -> None:
     assert found.worst <= EXACT, found
 
 
-@pytest.mark.parametrize(("adapter", "layout"), mostly_slow(DAILY), ids=lambda each: each.replace(" ", "_"))
-def test_adapters_train_as_in_one_process(adapter: str, layout: str) -> None:
-    _assert_parity(adapter, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("adapter", "layout"),
-    [
-        ("tied factors", "sequence"),
-        ("tied factors", "interleaved"),
-        ("tied factors", "bucketed"),
-        ("tied modules", "tp"),
-    ],
-    ids=lambda each: each.replace(" ", "_"),
-)
-def test_adapters_of_tied_layers_train_as_in_one_process(adapter: str, layout: str) -> None:
-    _assert_parity(adapter, layout, tied=True)
+def _tied_base() -> Any:
+    return case_model("llama", tied=True, seed=0, dtype=torch.float64)
 
 
 def test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them() -> None:
-    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
-    model: Any = adapted_model(base, ADAPTERS["tied factors"][1], seed=0)
+    model: Any = adapted_model(_tied_base(), ADAPTERS["tied factors"][1], seed=0)
     ids = torch.arange(16).view(2, 8)
     model(ids, labels=ids).loss.backward()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -100,22 +81,15 @@ def test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them() ->
 
 
 def test_tied_factors_that_differ_and_a_bias_that_peft_leaves_out_are_refused() -> None:
-    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
-    model: Any = adapted_model(base, ADAPTERS["tied factors"][1], seed=0)
+    model: Any = adapted_model(_tied_base(), ADAPTERS["tied factors"][1], seed=0)
     model.get_output_embeddings().lora_A["default"].weight = torch.nn.Parameter(torch.zeros(4, 36).double())
     with pytest.raises(ModelError, match=r"ensure_weight_tying=True, but its factors of .*lm_head are not those of"):
         tie_adapters(model)
-    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    base = _tied_base()
     base.lm_head.bias = torch.nn.Parameter(torch.zeros(base.lm_head.out_features).double())
     model = adapted_model(base, ADAPTERS["tied modules"][1], seed=0)
     with pytest.raises(ModelError, match=r"a trained copy of lm_head .* peft leaves its bias out"):
         tie_adapters(model)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize(("adapter", "layout", "tied"), SWEEP)
-def test_every_adapter_trains_in_every_layout_as_in_one_process(adapter: str, layout: str, tied: bool) -> None:
-    _assert_parity(adapter, layout, tied=tied)
 
 
 @pytest.mark.slow
@@ -151,10 +125,14 @@ def test_frozen_parameters_have_no_gradients_and_send_none(strategy: str, config
         assert held <= 1.1 * whole
 
 
-# -- merged
-
-
-def _assert_merged(adapter: str, layout: str, *, tied: bool = False) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "layout", "tied"),
+    [
+        *mostly_slow([("dora of ends", "tp", False), ("saved modules", "pp", False), ("experts", "ep", False)]),
+        *SWEEP,
+    ],
+)
+def test_merged_parameters_are_those_that_peft_merges(adapter: str, layout: str, tied: bool) -> None:
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
     case = adapter_case(adapter, tied=tied, unshard_after=False)
     for differing, in_order, is_same in pool(ranks).run(merged_parameters, strategy, config, sizes, case, wrapper):
@@ -162,21 +140,6 @@ def _assert_merged(adapter: str, layout: str, *, tied: bool = False) -> None:
         assert in_order
         assert is_same
 
-
-@pytest.mark.parametrize(
-    ("adapter", "layout"), mostly_slow([("dora of ends", "tp"), ("saved modules", "pp"), ("experts", "ep")])
-)
-def test_merged_parameters_are_those_that_peft_merges(adapter: str, layout: str) -> None:
-    _assert_merged(adapter, layout)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize(("adapter", "layout", "tied"), SWEEP)
-def test_merged_parameters_of_every_layout_are_those_that_peft_merges(adapter: str, layout: str, tied: bool) -> None:
-    _assert_merged(adapter, layout, tied=tied)
-
-
-# -- from files
 
 STARTS: dict[str, dict[str, Any]] = {
     "plain": R | {"target_modules": "all-linear"},
@@ -213,23 +176,21 @@ def test_an_adapter_on_the_meta_device_starts_as_peft_starts_it(
             write_base(str(tmp_path / "base"), tied=tied, dtype=dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "start"), [("tp", "dora"), ("pp", "saved modules")], ids=["tp", "pp"])
-def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(layout: str, start: str, tmp_path: Path) -> None:
-    _assert_starts(layout, start, "bfloat16", tmp_path)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if applies("q and v", name) and name != "interleaved"])
-def test_every_layout_starts_an_adapter_from_files_as_one_process(
+@pytest.mark.parametrize(
+    ("layout", "start", "dtype"),
+    [
+        pytest.param("tp", "dora", "bfloat16", marks=pytest.mark.slow, id="tp"),
+        pytest.param("pp", "saved modules", "bfloat16", marks=pytest.mark.slow, id="pp"),
+        *(
+            pytest.param(layout, start, dtype, marks=pytest.mark.zoo)
+            for layout, start, dtype in itertools.product(LAYOUTS, STARTS, ("float64", "bfloat16"))
+            if applies("q and v", layout) and layout != "interleaved"
+        ),
+    ],
+)
+def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(
     layout: str, start: str, dtype: str, tmp_path: Path
 ) -> None:
-    _assert_starts(layout, start, dtype, tmp_path)
-
-
-def _assert_starts(layout: str, start: str, dtype: str, tmp_path: Path) -> None:
     ranks, strategy, config, sizes, _ = LAYOUTS[layout]
     write_base(str(tmp_path), tied=False, dtype=dtype)
     arguments: Any = (STARTS[start], str(tmp_path), None, dtype)
@@ -264,21 +225,14 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     write_base(str(tmp_path / "base"), tied=False, dtype="float32")
     loaded_by_peft(STARTS["plain"], str(tmp_path / "base"), None, "float32").save_pretrained(tmp_path / "adapter")
     base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
-    with pytest.raises(ModelError, match=r"is \(4, 36\), and that of this base model \(3, 36\)"):
-        _opened_with(base, adapter, R | {"r": 3, "target_modules": "all-linear"})
-    with pytest.raises(ModelError, match="has no place for"):
-        _opened_with(base, adapter, R | {"target_modules": ["q_proj"]})
-    with pytest.raises(ModelError, match=r"lacks .* tensors of the adapter"):
-        _opened_with(base, adapter, R | {"target_modules": [*LINEAR, "lm_head"]})
+    for told, options in (
+        (r"is \(4, 36\), and that of this base model \(3, 36\)", {"r": 3, "target_modules": "all-linear"}),
+        ("has no place for", {"target_modules": ["q_proj"]}),
+        (r"lacks .* tensors of the adapter", {"target_modules": [*LINEAR, "lm_head"]}),
+    ):
+        model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))
+        with pytest.raises(ModelError, match=told):
+            with_adapter(model, weights, lora_config(R | options), seed=0, adapter_dir=adapter)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no adapter"):
         opened({}, base, adapter, "float32")
-
-
-def _opened_with(base: str, adapter: str, options: dict[str, Any]) -> None:
-    from meshwright.model.adapter import with_adapter
-    from meshwright.model.configuration import config_from_directory
-    from meshwright.model.pretrained import open_pretrained
-
-    model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))
-    with_adapter(model, weights, lora_config(options), seed=0, adapter_dir=adapter)

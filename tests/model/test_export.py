@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from support import doors
+from support.managers import manager_of
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from meshwright import CheckpointError, ConfigError, Mesh, MeshSizes, open_world, resolve, save_checkpoint
+from meshwright import CheckpointError, ConfigError, save_checkpoint
 from meshwright.checkpoint import export as module
 from meshwright.checkpoint import export_checkpoint
 from meshwright.cli import main as cli
@@ -95,8 +98,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _save(path: str) -> None:
-    save_checkpoint(build_manager("single", {}, {}, Case()), path, step=3)
+def _save(path: str, change: Callable[[Any], object] = id) -> None:
+    manager = build_manager("single", {}, {}, Case())
+    change(manager.model_parts[0])
+    save_checkpoint(manager, path, step=3)
 
 
 def test_weights_are_converted_and_files_bounded(checkpoint: Path, tmp_path: Path) -> None:
@@ -124,14 +129,12 @@ def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
     assert not (tmp_path / "out" / "left.safetensors").exists()
 
 
-def _save_with_more(path: str) -> None:
-    manager = build_manager("single", {}, {}, Case())
-    manager.model_parts[0].register_buffer("more", torch.ones(3))
-    save_checkpoint(manager, path, step=3)
+def _add_more(model: Any) -> None:
+    model.register_buffer("more", torch.ones(3))
 
 
 def test_what_a_model_of_transformers_would_not_take_is_not_left_out(tmp_path: Path) -> None:
-    pool(1).run(_save_with_more, str(tmp_path / "checkpoint"))
+    pool(1).run(_save, str(tmp_path / "checkpoint"), _add_more)
     with pytest.raises(CheckpointError, match=r"LlamaForCausalLM has no more\."):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain")
 
@@ -155,24 +158,21 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
 # -- what leaves by any door is what was trained; benchmarks/exports.py tries all types
 
 
-@pytest.mark.parametrize("door", mostly_slow(doors.DOORS))
-@pytest.mark.parametrize("ties", mostly_slow(doors.TIES))
-def test_what_plain_transformers_loads_is_what_was_trained(ties: str, door: str, tmp_path: Path) -> None:
-    assert pool(1).run(doors.difference, "llama", ties, door, tmp_path) == [""]
-
-
-@pytest.mark.slow
-def test_an_adapter_of_a_type_that_trains_without_a_cache_alone_is_merged(tmp_path: Path) -> None:
-    assert pool(1).run(doors.difference, "bamba", "plain", "merge", tmp_path) == [""]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "opt", "roberta"])
-@pytest.mark.parametrize("ties", doors.TIES)
-def test_what_plain_transformers_loads_of_other_types_is_what_was_trained(
-    model_type: str, ties: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model_type", "ties", "door"),
+    mostly_slow(
+        [
+            *itertools.product(["llama"], doors.TIES, doors.DOORS),
+            *itertools.product(["gpt2", "mixtral", "opt", "roberta"], doors.TIES, ["Python"]),
+            # A type that trains without a cache alone.
+            ("bamba", "plain", "merge"),
+        ]
+    ),
+)
+def test_what_plain_transformers_loads_is_what_was_trained(
+    model_type: str, ties: str, door: str, tmp_path: Path
 ) -> None:
-    assert pool(1).run(doors.difference, model_type, ties, "Python", tmp_path) == [""]
+    assert pool(1).run(doors.difference, model_type, ties, door, tmp_path) == [""]
 
 
 def _go_on_from_a_checkpoint(root: Path) -> str:
@@ -189,15 +189,12 @@ def test_a_run_that_begins_with_a_checkpoint_keeps_head_and_files(tmp_path: Path
 
 
 def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) -> Tensor:
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size)
-    manager = stack.build(Mesh(degrees, world))
     model: Any = case_model("llama", tied=tied, seed=0, dtype=torch.float32)
     embedding = model.get_input_embeddings().weight
     model.lm_head.weight = nn.Parameter(embedding.detach() * 2) if tied else embedding
-    manager.parallelize(model)
+    manager = manager_of(model, strategy, {}, sizes)
     save_checkpoint(manager, f"{root}/checkpoint", step=1)
-    export_checkpoint(f"{root}/checkpoint", f"{root}/out", world=world)
+    export_checkpoint(f"{root}/checkpoint", f"{root}/out", world=manager.mesh.world)
     return full_weights(manager)["lm_head.weight" if tied else "model.embed_tokens.weight"]
 
 
@@ -217,10 +214,7 @@ def _untie_one(root: str) -> Tensor:
     model: Any = case_model("roberta", tied=True, seed=0, dtype=torch.float32)
     weight = model.get_output_embeddings().weight
     model.get_output_embeddings().weight = nn.Parameter(weight.detach() * 2)
-    stack, degrees = resolve("single", MeshSizes(), 1)
-    manager = stack.build(Mesh(degrees, open_world("cpu")))
-    manager.parallelize(model)
-    save_checkpoint(manager, f"{root}/checkpoint", step=1)
+    save_checkpoint(manager_of(model), f"{root}/checkpoint", step=1)
     export_checkpoint(f"{root}/checkpoint", f"{root}/out")
     return weight.detach() * 2
 
@@ -281,16 +275,13 @@ def test_files_of_a_directory_of_links_are_kept(tmp_path: Path) -> None:
     assert kept_files(model) == {"LICENSE": b"{}", "vocab.txt": b"{}"}
 
 
-def _save_odd_generation_config(path: str) -> None:
-    manager = build_manager("single", {}, {}, Case())
-    model: Any = manager.model_parts[0]
+def _make_generation_config_odd(model: Any) -> None:
     # Published so by some models: transformers reads it with a warning, and its save_pretrained may refuse it.
     model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
-    save_checkpoint(manager, path, step=3)
 
 
 def test_a_generation_config_that_transformers_would_not_save_is_kept(tmp_path: Path) -> None:
-    pool(1).run(_save_odd_generation_config, str(tmp_path / "checkpoint"))
+    pool(1).run(_save, str(tmp_path / "checkpoint"), _make_generation_config_odd)
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 

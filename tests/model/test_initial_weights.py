@@ -1,26 +1,30 @@
-"""New weights are those of a seed, whoever draws them: any part, layout, number of ranks and of threads."""
+"""New weights are those of a seed, whoever draws them, and no rank holds them all."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from support.managers import empty_manager
 from support.tiers import mostly_slow
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from meshwright import ConfigError, ModelError, from_config
+from meshwright import ConfigError, ModelError, from_config, optimizer_factory
 from meshwright.model import drawn_weights, random_tiles
 from meshwright.model.drawn_weights import DeferredModel
 from meshwright.model.pretrained import new_model_on_meta
 from meshwright.model.random_tiles import Fill, Grid, Recipe
 from meshwright.model.weights import fill, materialize
-from meshwright.testing import pool
-from meshwright.testing.parity import full_weights
+from meshwright.testing import Case, pool
+from meshwright.testing.models import tiny_model
+from meshwright.testing.parity import full_weights, train_steps
 from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
-from meshwright_run.run_file import load_run
+from meshwright_run.run_file import OptimizerConfig, load_run
 
 # Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
 # rescaled projections, submodels.
@@ -78,10 +82,12 @@ def _assert_alike(name: str, found: Tensor, expected: Tensor) -> None:
 
 def test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ() -> None:
     model, values = _deferred(_config())
-    threads = torch.get_num_threads()
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
         torch.set_num_threads(1)
         alone = _all_of(model, values)
+        # The generator stays where it was.
+        assert torch.equal(torch.get_rng_state(), state)
         torch.set_num_threads(3)
         together = _all_of(*_deferred(_config()))
     finally:
@@ -146,47 +152,21 @@ def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init:
 
 
 LLAMA = {**_config().to_diff_dict(), "model_type": "llama"}
-MOE = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "moe_intermediate_size": 96,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
+MOE = {"model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4}
+MOE |= {"moe_intermediate_size": 96, "intermediate_size": 128, "num_experts_per_tok": 2}
+MOE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+LAYOUTS = [
+    *((LLAMA, "fsdp2", 2, {}), (LLAMA, "fsdp2", 4, {}), (LLAMA, "ddp", 2, {}), (LLAMA, "fsdp2", 2, {"tp_size": 2})),
+    *((LLAMA, "fsdp2", 2, {"pp_size": 2}), (MOE, "fsdp2", 4, {"ep_size": 2}), (MOE, "megatron_fsdp", 2, {})),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "layouts"),
-    mostly_slow(
-        [
-            (
-                LLAMA,
-                [
-                    ("fsdp2", 2, {}),
-                    ("fsdp2", 4, {}),
-                    ("ddp", 2, {}),
-                    ("fsdp2", 2, {"tp_size": 2}),
-                    ("fsdp2", 2, {"pp_size": 2}),
-                ],
-            ),
-            (MOE, [("fsdp2", 4, {"ep_size": 2}), ("megatron_fsdp", 2, {})]),
-        ]
-    ),
-    ids=["llama", "experts"],
-)
-def test_every_layout_has_the_same_weights(
-    config: dict[str, Any], layouts: list[tuple[str, int, dict[str, int]]]
-) -> None:
+@pytest.mark.parametrize(("config", "strategy", "ranks", "sizes"), mostly_slow(LAYOUTS))
+def test_every_layout_has_the_same_weights(config: Any, strategy: str, ranks: int, sizes: dict[str, int]) -> None:
     ((expected, _),) = pool(1).run(_weights, "single", config, {}, "parallel")
-    for strategy, ranks, sizes in layouts:
-        for found, _ in pool(ranks).run(_weights, strategy, config, sizes, "parallel"):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected), (strategy, sizes)
+    for found, _ in pool(ranks).run(_weights, strategy, config, sizes, "parallel"):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
@@ -218,14 +198,6 @@ def test_an_init_that_there_is_not_is_refused(tmp_path: Any) -> None:
         load_run(tmp_path / "run.yaml", [])
 
 
-def test_drawing_leaves_the_generator_where_it_was() -> None:
-    model, values = _deferred(_config())
-    before = torch.get_rng_state()
-    materialize(model, "cpu")
-    fill(model, values)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 FALLBACKS = ("diffllama", "xlnet")
 """Types whose constructors give a parameter memory even on the meta device: each rank draws them whole."""
 
@@ -237,3 +209,127 @@ def test_every_type_has_initial_weights(model_type: str, monkeypatch: pytest.Mon
     assert (weights is None) is (model_type in FALLBACKS)
     if weights is not None:
         test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(model_type, monkeypatch)
+
+
+WIDE = ("main_params_dtype", "main_grads_dtype")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    # Rotary tables, tied heads, rescaled projections, truncated normals by rejection, computed decay rates, experts,
+    # submodels, arrays of numpy, one block in several places.
+    ["llama", "gemma2", "gpt2", "modernbert-decoder", "mamba2", "mixtral", "gemma3", "roformer", "zamba"],
+)
+def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
+    torch.manual_seed(3)
+    whole = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
+    after = torch.get_rng_state()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
+    torch.manual_seed(3)
+    values = DeferredModel(model, budget_bytes=0)
+    # What is drawn next is what would have been drawn.
+    assert torch.equal(torch.get_rng_state(), after)
+    materialize(model, "cpu")
+    fill(model, values)
+    expected, found = whole.state_dict(), model.state_dict()
+    assert list(expected) == list(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for (name, a), (_, b) in zip(whole.named_buffers(), model.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_memory_is_bounded_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
+    with torch.device("meta"):
+        model = tiny_model()
+    largest = max(p.nbytes for p in model.parameters())
+    peaks = []
+
+    class Outline(drawn_weights._Outline):
+        def __torch_dispatch__(self, *arguments: Any) -> Any:
+            result = super().__torch_dispatch__(*arguments)
+            peaks.append(sum(storage.nbytes() for storage in self._storages.values()))
+            return result
+
+    monkeypatch.setattr(drawn_weights, "_Outline", Outline)
+    built = DeferredModel(model, budget_bytes=largest)
+    # One beside those that an operator works on: no model of 13 times as much.
+    assert max(peaks) <= 3 * largest < sum(p.nbytes for p in model.parameters()) / 2
+    materialize(model, "cpu")
+    fill(model, built)
+
+
+def _parallelized(
+    strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int = 1
+) -> tuple[Any, ...]:
+    drawn_weights.LARGE_BYTES = 64
+    manager = empty_manager(strategy, config, {"tp_size": tp_size})
+    seed = manager.mesh.rank if seed_by_rank else 0
+    with torch.device("meta") if meta else nullcontext():
+        model = tiny_model(tied=tied, seed=seed)
+    manager.parallelize(model)
+    manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
+    local = {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in model.named_parameters()}
+    same = model.lm_head.weight is model.model.embed_tokens.weight
+    weights = full_weights(manager)
+    losses = train_steps(manager, Case(), range(2))[0]
+    return weights, losses, local, same, model.model.rotary_emb.inv_freq
+
+
+@pytest.mark.parametrize("tied", mostly_slow([False, True]))
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "config"),
+    mostly_slow(
+        [
+            ("single", 1, {}),
+            ("ddp", 2, {}),
+            ("ddp", 2, {"engine": "bucketed", "use_distributed_optimizer": True}),
+            ("fsdp2", 3, {}),
+            ("fsdp2", 3, {"activation_checkpointing": "full", "reshard_after_forward": True}),
+            ("megatron_fsdp", 3, {}),
+            ("megatron_fsdp", 3, {"zero_dp_strategy": 0}),
+            ("megatron_fsdp", 3, {"zero_dp_strategy": 1, **dict.fromkeys(WIDE, "float64")}),
+        ]
+    ),
+    ids=str,
+)
+def test_sharded_on_meta_and_trained_bit_for_bit_as_without(
+    strategy: str, ranks: int, tied: bool, config: dict[str, Any]
+) -> None:
+    expected = pool(ranks).run(_parallelized, strategy, False, tied, False, config)
+    for (weights, losses, local, same, table), whole in zip(
+        pool(ranks).run(_parallelized, strategy, True, tied, True, config), expected, strict=True
+    ):
+        assert weights.keys() == whole[0].keys()
+        assert all(torch.equal(weights[name], whole[0][name]) for name in weights)
+        assert losses == whole[1]
+        assert local == whole[2]
+        assert same is tied
+        assert torch.equal(table, whole[4])
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_tensors_get_the_weights_of_the_seed_too() -> None:
+    expected = pool(4).run(_parallelized, "fsdp2", False, False, False, {}, 2)
+    for found, whole in zip(pool(4).run(_parallelized, "fsdp2", True, False, False, {}, 2), expected, strict=True):
+        assert found[0].keys() == whole[0].keys()
+        assert all(torch.equal(found[0][name], whole[0][name]) for name in whole[0])
+        assert found[1:3] == whole[1:3]
+
+
+def test_what_has_no_weights_of_its_own_is_refused() -> None:
+    with torch.device("meta"):
+        plain = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])})
+        partly = tiny_model()
+        changed = tiny_model()
+    partly.model.norm.to_empty(device="cpu")
+    changed.model.norm = nn.LayerNorm(36, device="meta", dtype=torch.float64)
+    with pytest.raises(ModelError, match="no model of transformers"):
+        DeferredModel(plain)
+    with pytest.raises(ModelError, match=r"in part: model\.norm\.weight has memory"):
+        DeferredModel(partly)
+    with pytest.raises(ModelError, match=r"model\.norm\.bias differs"):
+        DeferredModel(changed)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.managers import empty_manager
 from support.tiers import mostly_slow
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
+from meshwright import ConfigError, ModelError, open_world
+from meshwright.base.validation import validated
 from meshwright.model.pretrained import open_pretrained
+from meshwright.strategy.registry import get_strategy
 from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE, Outcome
-from meshwright.testing.models import tiny_model
+from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import difference, full_weights, reference, train_steps
 from meshwright.testing.zoo import compute_in_float64, zoo_config, zoo_model, zoo_reason, zoo_types
 
@@ -73,40 +79,33 @@ def test_weights_are_the_plain_models_and_train_like_it(layout, tied, tmp_path):
     assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
 
 
-def _zoo_manager(path: str, model_type: str, strategy: str, sizes: dict[str, Any]) -> Any:
+def _trained_wide(path: str, strategy: str, sizes: dict[str, Any], case: Case) -> tuple[dict[str, Tensor], Outcome]:
     """As `from_pretrained`, with a model that computes wholly in float64 and eager experts, as the reference does."""
-    world = mw.open_world("cpu")
-    stack, degrees = mw.resolve(strategy, mw.MeshSizes(**sizes), world.size)
-    manager = stack.build(mw.Mesh(degrees, world))
+    manager = empty_manager(strategy, {}, sizes)
     config = AutoConfig.from_pretrained(path, experts_implementation="eager")
     model, weights = open_pretrained(Path(path), config)
     compute_in_float64(model)
     manager.parallelize(model, weights)
-    return manager
+    return _outcome(manager, case)
 
 
-def _trained_wide(path: str, strategy: str, sizes: dict[str, Any], case: Case) -> tuple[dict[str, Tensor], Outcome]:
-    return _outcome(_zoo_manager(path, case.model_type, strategy, sizes), case)
-
-
-@pytest.mark.parametrize("sizes", mostly_slow([{}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2}]), ids=str)
-@pytest.mark.parametrize("model_type", mostly_slow(["mixtral", "qwen3_moe"]))
-def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_type, sizes, tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "sizes"),
+    mostly_slow(
+        [
+            *(("mixtral", 2, sizes) for sizes in ({}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2})),
+            *(("qwen3_moe", 2, sizes) for sizes in ({}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2})),
+            # Stacked, in the layout of the model, with biases; in parts over both meshes.
+            ("gpt_oss", 4, {"ep_size": 2}),
+            ("gpt_oss", 4, {"ep_size": 4, "tp_size": 2}),
+        ]
+    ),
+    ids=str,
+)
+def test_experts_are_sharded_as_checkpoints_hold_them_and_train(model_type, ranks, sizes, tmp_path):
     case = Case(model_type, tied=None, steps=1)
     zoo_model(model_type).save_pretrained(tmp_path)
-    outcomes = pool(2).run(_trained_wide, str(tmp_path), "fsdp2", sizes, case)
-    for loaded, _ in outcomes:
-        check_loaded(loaded, tmp_path)
-    assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 4, "tp_size": 2}], ids=str)
-def test_stacked_experts_are_read_in_parts_over_both_meshes(sizes, tmp_path):
-    # In the layout of the model, with biases.
-    case = Case("gpt_oss", tied=None, steps=1)
-    zoo_model("gpt_oss").save_pretrained(tmp_path)
-    outcomes = pool(4).run(_trained_wide, str(tmp_path), "fsdp2", sizes, case)
+    outcomes = pool(ranks).run(_trained_wide, str(tmp_path), "fsdp2", sizes, case)
     for loaded, _ in outcomes:
         check_loaded(loaded, tmp_path)
     assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
@@ -134,19 +133,11 @@ def _new_weights(fields: dict[str, Any], strategy: str, sizes: dict[str, Any]) -
     )
 
 
-@pytest.mark.parametrize("layout", mostly_slow(["ddp", "fsdp2", "fsdp2 tp2", "pipeline", "megatron_fsdp"]))
+@pytest.mark.parametrize("layout", mostly_slow(["ddp", "fsdp2", "fsdp2 tp2", "pipeline", "megatron_fsdp", "experts"]))
 @pytest.mark.parametrize("model_type", mostly_slow(["gpt2", "llama"]))
 def test_from_config_gives_the_weights_of_the_seed(model_type, layout):
-    strategy, world_size, _, sizes = LAYOUTS[layout]
-    _check_weights_of_the_seed(tiny_model(model_type).config, strategy, world_size, sizes)
-
-
-@pytest.mark.slow
-def test_from_config_gives_experts_the_weights_of_the_seed():
-    _check_weights_of_the_seed(zoo_config("mixtral"), "fsdp2", 4, {"ep_size": 2})
-
-
-def _check_weights_of_the_seed(config: Any, strategy: str, world_size: int, sizes: dict[str, Any]) -> None:
+    strategy, world_size, _, sizes = LAYOUTS.get(layout, ("fsdp2", 4, {}, {"ep_size": 2}))
+    config = zoo_config("mixtral") if layout == "experts" else tiny_model(model_type).config
     torch.manual_seed(5)
     expected = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float64).named_parameters())
     known = {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"}
@@ -222,9 +213,6 @@ def test_missing_weights_are_told_once_and_are_equal_on_all_ranks(tmp_path):
     assert float(one) == pytest.approx(sum(float(weight.detach().sum()) for weight in plain.parameters()), rel=1e-12)
 
 
-# -- the world
-
-
 def _worlds(path: str) -> tuple[bool, bool, bool]:
     given = mw.open_world("cpu")
     joined = mw.from_pretrained(path, "fsdp2", device="cpu").mesh.world
@@ -246,9 +234,6 @@ def test_a_world_that_is_started_is_the_managers_to_close(tmp_path):
     assert dist.is_initialized()
     world.close()
     assert not dist.is_initialized()
-
-
-# -- the zoo
 
 
 def _zoo_weights(path: str, model_type: str, sizes: dict[str, Any]) -> str | tuple[dict[str, Tensor], ...]:
@@ -279,3 +264,60 @@ def test_every_architecture_is_loaded_as_transformers_does(model_type, sizes, tm
             # Where a stage of a pipeline has no use for a parameter, a buffer stands in its place.
             whole = buffers.get(name, expected.get(name))
             assert torch.equal(value.nan_to_num(), whole.nan_to_num()), name
+
+
+def _twice(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> str:
+    model = tiny_model()
+    empty_manager(strategy, config, sizes).parallelize(model)
+    try:
+        empty_manager(strategy, config, sizes).parallelize(model)
+    except mw.MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+# With ddp's buckets of two managers over one parameter, its gradient came back as 0.
+@pytest.mark.parametrize("layout", mostly_slow(["single", "ddp", "ddp bucketed", "fsdp2", "pipeline"]))
+def test_a_model_of_another_manager_is_refused_on_every_rank(layout: str) -> None:
+    strategy, ranks, config, sizes = LAYOUTS[layout]
+    for text in pool(ranks).run(_twice, strategy, config, sizes):
+        assert text.startswith("ModelError: ")
+        assert "has been parallelized by another manager already" in text
+        assert "Build the model anew" in text
+
+
+def _two_models() -> None:
+    for seed in range(2):
+        # All models of this type have one module for an activation.
+        model = case_model("openai-gpt", tied=None, seed=seed, dtype=torch.float64)
+        empty_manager("single").parallelize(model)
+
+
+def test_models_that_share_modules_without_parameters_have_managers_of_their_own() -> None:
+    pool(1).run(_two_models)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("fsdp2", {"autocast_dtype": "float16"}),
+        ("fsdp2", {"autocast_dtype": torch.float16}),
+        ("fsdp2", {"mp_policy": {"param_dtype": "torch.float16"}}),
+        ("fsdp2", {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)}),
+        ("megatron_fsdp", {"main_grads_dtype": "float16"}),
+        ("pipeline", {"dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_options_that_would_train_in_float16_are_refused(strategy: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="float16 would need a loss that is scaled"):
+        validated(get_strategy(strategy).config_cls, options, where="options")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "megatron_fsdp"])
+def test_models_that_would_be_trained_in_float16_are_refused(strategy: str) -> None:
+    with (
+        closing(open_world("cpu")),
+        pytest.raises(ModelError, match=r"is to be trained in float16: .* Load the model in bfloat16 or float32"),
+    ):
+        empty_manager(strategy).parallelize(tiny_model(dtype=torch.float16))

@@ -29,25 +29,22 @@ def _floats(count: int) -> Tensor:
 
 
 def test_peak_counts_what_lives_at_once_and_not_what_comes_one_after_the_other() -> None:
+    kept: list[Tensor] = []
+
     def work() -> None:
         for _ in range(3):
             first = _floats(MB)
             second = first + 1
             del first, second
 
-    memory = measure_memory(work, [])
-    assert memory.peak == Held(0, 0, 0, 2 * 4 * MB)
-    assert memory.after.total == 0
-
-
-def test_views_share_their_storage_and_what_is_kept_stays_counted() -> None:
-    kept: list[Tensor] = []
-
-    def work() -> None:
+    def keep_views() -> None:
         whole = _floats(MB)
         kept.extend([whole[:10], whole.view(2, -1).t()])
 
     memory = measure_memory(work, [])
+    assert memory.peak == Held(0, 0, 0, 2 * 4 * MB)
+    assert memory.after.total == 0
+    memory = measure_memory(keep_views, [])
     assert memory.peak.other == memory.after.other == 4 * MB
 
 
@@ -93,11 +90,7 @@ def test_activations_are_what_autograd_keeps() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(8)))
     inputs = torch.ones(1024, 64)
     losses: list[Tensor] = []
-
-    def forward() -> None:
-        losses.append(model(inputs).sum())
-
-    memory = measure_memory(forward, [model])
+    memory = measure_memory(lambda: losses.append(model(inputs).sum()), [model])
     # The input, which is counted as it is used, and the outputs of eight tanh; those of the linears are not kept.
     assert memory.after.other == 9 * 4 * 1024 * 64 + 4
     assert memory.peak.other == 10 * 4 * 1024 * 64
@@ -122,7 +115,7 @@ def test_operators_that_dtensor_first_sees_are_measured() -> None:
     assert pool(1).run(_first_seen) == [(4 * (105 + 105 + 15), 4 * (105 + 15))]
 
 
-def test_what_is_measured_can_be_copied_and_saved(tmp_path: Path) -> None:
+def test_what_is_measured_can_be_copied_saved_and_measured_by_another_meter_within(tmp_path: Path) -> None:
     first = _floats(10)
 
     def work() -> None:
@@ -130,20 +123,11 @@ def test_what_is_measured_can_be_copied_and_saved(tmp_path: Path) -> None:
         copied = copy.deepcopy(first)
         torch.save(first, tmp_path / "first.pt")
         assert torch.equal(torch.load(tmp_path / "first.pt"), copied)
-
-    assert measure_memory(work, []).after.total == 40
-    assert type(first.untyped_storage()) is torch.UntypedStorage
-
-
-def test_one_meter_within_another_does_not_end_it() -> None:
-    first = _floats(10)
-
-    def work() -> None:
-        first.add_(1)
         assert measure_memory(lambda: first.add_(1), []).after.total == 40
         first.untyped_storage().resize_(0)
 
     assert measure_memory(work, []).after.total == 0
+    assert type(first.untyped_storage()) is torch.UntypedStorage
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from support.commands import write_run
+from support.refusals import raises_with
 from support.runs import output_of_rank
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
@@ -117,17 +118,20 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
-def test_what_is_neither_here_nor_on_the_hub_is_told(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_neither_here_nor_on_the_hub_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    texts = ("'nobody/nothing' is no local directory, and it cannot be had", "hub at revision 'v1'")
     with offline(str(tmp_path)):
-        text = refused(run_file(tmp_path, tiny, {"path": "nobody/nothing", "revision": "v1"}))
-        assert "'nobody/nothing' is no local directory" in text
-        assert "hub at revision 'v1'" in text
-        assert "is not a directory" in refused(run_file(tmp_path, tiny, {"path": "runs/of/mine"}))
+        with raises_with(mw.ModelError, *texts):
+            find_directory("nobody/nothing", revision="v1")
+        for path in ("/nowhere/at/all", "./nowhere", "runs/of/mine", tmp_path / "nowhere"):
+            with pytest.raises(mw.ModelError, match="is not a directory"):
+                find_directory(path)
         # Whose own directory it is, the hub is not asked for it.
         monkeypatch.chdir(tmp_path)
         (tmp_path / "runs").mkdir()
-        assert f"{tmp_path / 'runs'} holds no 'model'" in refused(run_file(tmp_path, tiny, {"path": "runs/model"}))
+        with raises_with(mw.ModelError, f"{tmp_path / 'runs'} holds no 'model'"):
+            find_directory("runs/model")
+    assert find_directory(tmp_path) == tmp_path
 
 
 # -- code that comes with a model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.base.errors import ModelError
 from meshwright.model.model_files import Held, open_directory, rectangle
-from meshwright.model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from meshwright.model.pretrained import PretrainedWeights, open_pretrained
 from meshwright.model.recorded import Call, Recorded, read_whole
 from meshwright.model.weights import fill, materialize
 from meshwright.testing.models import tiny_model
@@ -78,7 +78,7 @@ def groups(state: dict[str, Any]) -> set[tuple[str, ...]]:
     return {tuple(other for other in state if state[other] is state[name]) for name in state}
 
 
-def check_type(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+def check_type(model_type: str, directory: Path, dtype: torch.dtype) -> None:
     saved = zoo_model(model_type, dtype=torch.float32)
     saved.save_pretrained(directory)
     # Not by the auto class: some models save the configuration of their text part, whose type it does not know.
@@ -87,20 +87,19 @@ def check_type(model_type: str, directory: Path, dtype: torch.dtype = torch.floa
     check_equals_plain(*open_pretrained(directory, zoo_config(model_type), dtype=dtype), plain)
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(DIFFERENT_IN_KIND))
-def test_every_weight_is_the_one_that_transformers_loads(model_type, tmp_path):
-    check_type(model_type, tmp_path)
-
-
-@pytest.mark.parametrize("model_type", mostly_slow(["llama", "qwen3_moe", "mamba2"]))
-def test_in_another_dtype(model_type, tmp_path):
-    check_type(model_type, tmp_path, torch.bfloat16)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model_type", sorted(set(TRAINABLE) - set(DIFFERENT_IN_KIND)))
-def test_every_weight_of_the_rest_of_the_zoo(model_type, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [
+        *mostly_slow([(name, torch.float32) for name in DIFFERENT_IN_KIND]),
+        *mostly_slow([(name, torch.bfloat16) for name in ("llama", "qwen3_moe", "mamba2")]),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.zoo)
+            for name in sorted(set(TRAINABLE) - set(DIFFERENT_IN_KIND))
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+    ],
+)
+def test_every_weight_is_the_one_that_transformers_loads(model_type, dtype, tmp_path):
     check_type(model_type, tmp_path, dtype)
 
 
@@ -224,48 +223,18 @@ def shards(tmp_path_factory) -> Path:
     return path
 
 
-def _truncate(directory: Path) -> None:
-    path = sorted(directory.glob("*.safetensors"))[1]
-    path.write_bytes(path.read_bytes()[:-10])
+DEEP = '{"a":' * 20_000 + "1" + "}" * 20_000
+INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
 
 
-def _garble(directory: Path) -> None:
-    path = sorted(directory.glob("*.safetensors"))[1]
-    path.write_bytes(b"\xff" * 100)
+def _second(directory: Path) -> Path:
+    return sorted(directory.glob("*.safetensors"))[1]
 
 
-def _lose_file(directory: Path) -> None:
-    sorted(directory.glob("*.safetensors"))[1].unlink()
-
-
-def _lose_tensor(directory: Path) -> None:
-    path = sorted(directory.glob("*.safetensors"))[1]
+def _lose_tensor(path: Path) -> None:
     tensors = load_file(path)
     tensors.popitem()
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-DEEP = '{"a":' * 20_000 + "1" + "}" * 20_000
-
-
-def _deep_index(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text(DEEP)
-
-
-def _list_of_generation(directory: Path) -> None:
-    (directory / "generation_config.json").write_text("[]")
-
-
-def _deep_generation(directory: Path) -> None:
-    (directory / "generation_config.json").write_text(DEEP)
-
-
-def _wrong_generation(directory: Path) -> None:
-    (directory / "generation_config.json").write_text('{"max_new_tokens": "x", "temperature": []}')
-
-
-def _break_index(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
 
 
 def _quantize(directory: Path) -> None:
@@ -274,24 +243,39 @@ def _quantize(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def _adapt(directory: Path) -> None:
-    (directory / "adapter_config.json").write_text("{}")
+def _writes(name: str, text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_text(text)
 
 
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (_truncate, r"model-00002-of-\d+\.safetensors is not a whole safetensors file .*bytes\)"),
-        (_garble, r"model-00002-of-\d+\.safetensors is not a whole safetensors file"),
-        (_lose_file, r"lacks 1 of the \d+ weight files .*: model-00002-of"),
-        (_lose_tensor, r"names 1 tensors that its files do not hold: .* should be in model-00002"),
-        (_break_index, r"index\.json is no index of weight files"),
-        (_deep_index, r"index\.json is no index of weight files.*nested too deeply"),
-        (_list_of_generation, r"generation_config\.json is no generation configuration: .*a JSON list, not an object"),
-        (_deep_generation, r"generation_config\.json is no generation configuration: .*nested too deeply"),
-        (_wrong_generation, r"generation_config\.json is no generation configuration"),
+        (
+            lambda d: _second(d).write_bytes(_second(d).read_bytes()[:-10]),
+            r"model-00002-of-\d+\.safetensors is not a whole safetensors file .*bytes\)",
+        ),
+        (
+            lambda d: _second(d).write_bytes(b"\xff" * 100),
+            r"model-00002-of-\d+\.safetensors is not a whole safetensors",
+        ),
+        (lambda d: _second(d).unlink(), r"lacks 1 of the \d+ weight files .*: model-00002-of"),
+        (
+            lambda d: _lose_tensor(_second(d)),
+            r"names 1 tensors that its files do not hold: .* should be in model-00002",
+        ),
+        (_writes(INDEX, '{"weight_map": [1]}'), r"index\.json is no index of weight files"),
+        (_writes(INDEX, DEEP), r"index\.json is no index of weight files.*nested too deeply"),
+        (
+            _writes(GENERATION, "[]"),
+            r"generation_config\.json is no generation configuration: .*a JSON list, not an object",
+        ),
+        (_writes(GENERATION, DEEP), r"generation_config\.json is no generation configuration: .*nested too deeply"),
+        (
+            _writes(GENERATION, '{"max_new_tokens": "x", "temperature": []}'),
+            r"generation_config\.json is no generation configuration",
+        ),
         (_quantize, "holds a quantized model"),
-        (_adapt, "holds an adapter"),
+        (_writes("adapter_config.json", "{}"), "holds an adapter"),
     ],
 )
 def test_a_damaged_or_unfit_directory_is_an_error_that_names_it(damage, text, shards, tmp_path):
@@ -321,17 +305,6 @@ def test_what_is_no_rectangle_or_no_weight_is_an_error(shards):
             weights.read("lm_head.weight", offsets, sizes)
     with pytest.raises(ModelError, match=r"no weight 'lm_haed\.weight'\. Did you mean 'lm_head\.weight'"):
         weights.read("lm_haed.weight", [0], [1])
-
-
-def test_a_name_that_is_no_directory_is_looked_for_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=r"'nobody/nothing' is no local directory, and it cannot be had"):
-        find_directory("nobody/nothing")
-    for path in ("/nowhere/at/all", "./nowhere", "a/b/c", tmp_path / "nowhere"):
-        with pytest.raises(ModelError, match="is not a directory"):
-            find_directory(path)
-    assert find_directory(tmp_path) == tmp_path
 
 
 # -- no more than needed

@@ -42,13 +42,10 @@ class Sign(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                momentum.mul_(group["beta"]).add_(parameter.grad)
-                change = torch.tanh(100 * momentum)
-                parameter.add_(change * self.trust(parameter, change), alpha=-group["lr"])
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    change = torch.tanh(100 * momentum.mul_(group["beta"]).add_(parameter.grad))
+                    parameter.add_(change * self.trust(parameter, change), alpha=-group["lr"])
 
 
 class LAMB(Sign):
@@ -67,13 +64,7 @@ class Demanding(Sign):
 
 OWN = {"Sign": Sign, "LAMB": LAMB}
 NAMES = sorted(
-    {
-        name
-        for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    }
-    - {"Optimizer"}
-    | OWN.keys()
+    {name for name, each in vars(torch.optim).items() if isinstance(each, type)} - {"Optimizer"} | OWN.keys()
 )
 FEW = ["Adafactor", "LAMB", "LBFGS", "Muon", "Rprop"]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -107,11 +98,9 @@ def refused(layout: str) -> set[str]:
 
 def made(name: str, named: Any) -> torch.optim.Optimizer:
     """As a factory of a user's own makes it."""
-    cls = OWN.get(name) or getattr(torch.optim, name)
-    optimizer: torch.optim.Optimizer = cls(
-        [parameter for _, parameter in named], **{"lr": 1e-2, **SETTINGS.get(name, {})}
-    )
-    return optimizer
+    cls: Any = OWN.get(name) or getattr(torch.optim, name)
+    made_of: torch.optim.Optimizer = cls([each for _, each in named], **{"lr": 1e-2, **SETTINGS.get(name, {})})
+    return made_of
 
 
 def trained(name: str, strategy: str, config: dict[str, Any], sizes: dict[str, Any]) -> Outcome | str:

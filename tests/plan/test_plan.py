@@ -16,8 +16,7 @@ import yaml
 from support.plan_layouts import RUN, Layout, check_alike, deep_layout, deep_plan, done, plan_command, planned
 from typer.testing import CliRunner
 
-from meshwright._compat.torch import all_to_all
-from meshwright._compat.torch_versions import compiles_attention_in_float64
+from meshwright._compat.torch import all_to_all, compiles_attention_in_float64
 from meshwright.cli.main import app
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes

@@ -10,6 +10,22 @@ from torch import nn
 from meshwright import Mesh, MeshSizes, OptimizerConfig, open_world, optimizer_factory, resolve
 
 
+def empty_manager(
+    strategy: str,
+    config: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    *,
+    wrapper: Mapping[str, Any] | None = None,
+) -> Any:
+    """Build a manager without a model on the CPU; `wrapper` are options of pipeline."""
+    world = open_world("cpu")
+    wrapper_config = {"pipeline": dict(wrapper)} if wrapper else None
+    stack, degrees = resolve(
+        strategy, MeshSizes(**sizes or {}), world.size, config=config or {}, wrapper_config=wrapper_config
+    )
+    return stack.build(Mesh(degrees, world))
+
+
 def manager_of(
     model: nn.Module,
     strategy: str = "single",
@@ -20,12 +36,7 @@ def manager_of(
     optimizer: OptimizerConfig | None = None,
 ) -> Any:
     """Build the manager of `model` on the CPU, with an optimizer if one is given; `wrapper` are options of pipeline."""
-    world = open_world("cpu")
-    wrapper_config = {"pipeline": dict(wrapper)} if wrapper else None
-    stack, degrees = resolve(
-        strategy, MeshSizes(**sizes or {}), world.size, config=config or {}, wrapper_config=wrapper_config
-    )
-    manager = stack.build(Mesh(degrees, world))
+    manager = empty_manager(strategy, config, sizes, wrapper=wrapper)
     manager.parallelize(model)
     if optimizer is not None:
         manager.build_optimizer(optimizer_factory(optimizer))

@@ -1,23 +1,24 @@
 """Names of peft: how it wraps a model's modules. peft is imported within functions alone.
 
-A model of peft has the base model within it, under `PREFIX`; each module that is adapted is replaced by a wrapper,
-which holds the original as `base_layer` (tuners) or `original_module` (modules to save) besides what is trained.
+A model of peft has the base model within it, under `PREFIX`; each adapted module is replaced by a wrapper, which holds
+the original as `base_layer` (tuners) or `original_module` (modules to save) besides what is trained.
 
 [Note: tied adapters] With `ensure_weight_tying`, peft ties an embedding and a head that both have low-rank factors by
-memory: the head's factors are parameters of their own, views of the embedding's factors, transposed. The tie ends where
-a model is sharded, moved or read, and an optimizer has state for both. Here the head holds the embedding's parameters
-themselves and transposes them as it computes, so that they are tied as those without adapters are.
+memory: the head's factors are parameters of their own, transposed views of the embedding's. The tie ends where a model
+is sharded, moved or read, and an optimizer has state for both. Here the head holds the embedding's parameters
+themselves and transposes them as it computes.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,51 +55,43 @@ def is_adapted(model: nn.Module) -> bool:
 
 def base_name(name: str) -> str:
     """Return the base model's name of a parameter or module of an adapted one; of a wrapper or copy, of its original.
-
-    For what only the adapter has, its matrices, this is no name of the base model.
-    """
+    For what only the adapter has, its matrices, this is no name of the base model."""
     parts = name.removeprefix(PREFIX).split(".")
     copied = {at + each for at, part in enumerate(parts) if part == "modules_to_save" for each in (0, 1)}
     return ".".join(part for at, part in enumerate(parts) if at not in copied and part not in _WRAPPED)
 
 
 def wrapped(module: nn.Module) -> nn.Module:
-    """Return what a tuner's wrapper wraps, innermost; any other module itself."""
     while isinstance(getattr(module, "base_layer", None), nn.Module):
         module = module.base_layer
     return module
 
 
+def _instances(model: nn.Module, module: str, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of a model that are of a class of peft, with their names."""
+    if "peft" in sys.modules:
+        cls = getattr(importlib.import_module(module), name)
+        yield from ((path, each) for path, each in model.named_modules() if isinstance(each, cls))
+
+
 def wrappers(model: nn.Module, *, outermost: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the wrappers of a tuner and their names, those that hold others first; or only those that none holds."""
-    if "peft" not in sys.modules:
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     held: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and module not in held:
-            layer: Any = module
-            yield name, layer
+    for path, layer in _instances(model, "peft.tuners.tuners_utils", "BaseTunerLayer"):
+        if layer not in held:
+            yield path, layer
             held.update(layer.modules() if outermost else ())
 
 
 def _with_copies(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    if "peft" not in sys.modules:
-        return
-    from peft.utils.other import ModulesToSaveWrapper
-
-    for path, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            yield path, module
+    return _instances(model, "peft.utils.other", "ModulesToSaveWrapper")
 
 
 def saved_copies(model: nn.Module, name: str) -> list[str]:
     """Return the names of a module's original and trained copies; without copies, its own."""
-    module = next((each for path, each in _with_copies(model.get_submodule(name)) if not path), None)
-    if module is None:
-        return [name]
-    return [f"{name}.original_module", *(f"{name}.modules_to_save.{each}" for each in module.modules_to_save)]
+    wrapper = next((each for path, each in _with_copies(model.get_submodule(name)) if not path), None)
+    copies = () if wrapper is None else (f"{name}.modules_to_save.{each}" for each in wrapper.modules_to_save)
+    return [name] if wrapper is None else [f"{name}.original_module", *copies]
 
 
 def active_copies(model: nn.Module) -> dict[str, bool]:
@@ -112,10 +105,9 @@ def active_copies(model: nn.Module) -> dict[str, bool]:
 
 def merge_layer(layer: Any, name: str) -> nn.Module:
     """Merge a wrapper's active adapters into what it wraps, in place, and return that."""
-    merged: nn.Module
     try:
         if hasattr(layer, "unload_and_optionally_merge_module"):
-            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            merged: nn.Module = layer.unload_and_optionally_merge_module(True, safe_merge=False, adapter_names=None)
         else:
             layer.merge(safe_merge=False)
             merged = layer.get_base_layer()
@@ -207,29 +199,22 @@ def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Cal
 
 @dataclass(frozen=True)
 class Factors:
-    """What the norms of one magnitude of DoRA are taken of, besides the weight."""
+    """What the norms of one magnitude of DoRA are taken of, besides the weight, which has this `dtype`."""
 
     taken: Callable[..., Tensor]
     """peft's own function, before `sum_norms` changes it."""
     left: Tensor
     right: Tensor
     scaling: float
-    shape: tuple[int, int]
-    """Of the weight, turned so that each norm is one row's."""
     dtype: torch.dtype
     transposed: bool
-    """Whether the weight itself lies the other way around."""
+    """Whether norms are of the weight's columns."""
 
     def norms(self, part: Tensor, first: int, within: slice) -> Tensor:
-        """Return norms of the rows from `first` on, of which `part` is what the weight has, as it lies.
-
-        Rows `within` are multiplied together, whichever are wanted, so that all ranks get the same bits.
-        """
-        count = part.shape[1 if self.transposed else 0]
+        """Return norms of rows from `first` on, `part` of the weight; all ranks multiply the rows `within` together."""
         delta = self.left[within].to(self.dtype) @ self.right.to(self.dtype)
-        delta = delta[first - within.start :][:count]
-        norms: Tensor = self.taken(part, delta, self.scaling)
-        return norms
+        delta = delta[first - within.start :][: part.shape[1 if self.transposed else 0]]
+        return self.taken(part, delta, self.scaling)
 
 
 def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
@@ -240,18 +225,14 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
                 left, right = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
             else:
                 left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
-            left, right, scaling = left.detach(), right.detach(), layer.scaling[adapter]
-            shape, dtype = (left.shape[0], right.shape[1]), layer.get_base_layer().weight.dtype
-            is_turned = bool(module.fan_in_fan_out)
-            made = Factors(module.get_weight_norm, left, right, scaling, shape, dtype, is_turned)
+            dtype, is_turned = layer.get_base_layer().weight.dtype, bool(module.fan_in_fan_out)
+            taken, scaling = module.get_weight_norm, layer.scaling[adapter]
+            made = Factors(taken, left.detach(), right.detach(), scaling, dtype, is_turned)
             yield f"{path}.lora_magnitude_vector.{adapter}.weight", base_name(path), made
 
 
 def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
-    """Return the names of an adapter's tensors in its file, each with its name in the model; see `is_transposed`.
-
-    They come from the function that peft saves with, which passes on any value.
-    """
+    """Return the names of an adapter's tensors in its file, by peft's own function, each with its name in the model."""
     from peft import get_peft_model_state_dict
 
     marks: dict[str, Any] = {name: SimpleNamespace(name=name) for name in model.state_dict(keep_vars=True)}
@@ -262,7 +243,6 @@ def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
 
 
 def is_transposed(name: str) -> bool:
-    """Return whether a parameter is the factor of a `TransposedFactor`."""
     return name.endswith(".factor")
 
 
@@ -282,7 +262,6 @@ def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str
 
 
 def _check_patterns(model: nn.Module, config: Any) -> None:
-    """Match the regular expressions of a configuration as peft does, within a time."""
     fields = [getattr(config, name, None) for name in ("target_modules", "exclude_modules", "layers_pattern")]
     keys = [key for name in ("rank_pattern", "alpha_pattern") for key in getattr(config, name, None) or ()]
     with time_limit(AT_MOST_S, "matching its patterns with the names of modules"):
@@ -304,19 +283,14 @@ def stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
-    """Put adapters on the meta device over a base that is there too, in place, and return the model of peft.
-
-    peft's `low_cpu_mem_usage` makes a parameter of its own for each name of a tied one.
-    """
-    model: Any = None
+    """Put adapters on the meta device over a base that is there, in place; `low_cpu_mem_usage` unties parameters."""
+    (first, config), *others = configs.items()
     with warnings.catch_warnings(), torch.device("meta"):
-        # What the configurations bring about, the training of the adapters has warned of.
+        # The training of the adapters has warned of what the configurations bring about.
         warnings.simplefilter("ignore")
-        for name, config in configs.items():
-            if model is None:
-                model = inject(base, config, adapter=name)
-            else:
-                model.add_adapter(name, config)
+        model: Any = inject(base, config, adapter=first)
+        for name, each in others:
+            model.add_adapter(name, each)
     return tie_adapters(model)
 
 
@@ -372,8 +346,7 @@ def tie_adapters(model: Any) -> nn.Module:
                     f"PeftModel.from_pretrained, on the device where it is trained."
                 )
             factors[name] = TransposedFactor(other[name])
-    tied: nn.Module = model
-    return tied
+    return cast("nn.Module", model)
 
 
 def merged_alike(model: Any) -> dict[str, str]:

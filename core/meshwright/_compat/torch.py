@@ -1,8 +1,14 @@
-"""Private and version-dependent names of torch."""
+"""Private names of torch, and names that differ between the versions that are supported: 2.11 to 2.15.
+
+torch 2.13 needs no `SHIMS`: once `pyproject.toml` asks for it, `tests/contract/test_compat.py` fails until they are
+deleted.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +30,19 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from ..base.errors import MeshError, StrategyError
-from .torch_versions import compile_with_limit, functional_all_gather, functional_reduce_scatter
 
+SHIMS = (
+    *("all_gather_single", "reduce_scatter_single", "functional_all_gather", "functional_reduce_scatter"),
+    *("compile_with_limit", "compiles_attention_in_float64", "category_of"),
+)
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+functional_all_gather: Callable[..., Tensor] = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+functional_reduce_scatter: Callable[..., Tensor] = (
+    getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+)
 GLOO_THREAD = "pt_gloo_runloop"
 """Name of the threads that run gloo's collectives, which torch does not document."""
 
@@ -56,20 +73,14 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     if group is None:
         raise MeshError("there is no process group. Open a world first.")
     options: Any = group._get_backend(group._device_types[0]).options
-    if options is None:
-        # A group that sends nothing.
-        return timedelta(seconds=600)
-    timeout: timedelta = options._timeout
+    # A group that sends nothing has none.
+    timeout: timedelta = timedelta(seconds=600) if options is None else options._timeout
     return timeout
 
 
 @contextmanager
 def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
-    """Give this timeout to all process groups that any code makes in the context.
-
-    torch gives its own (30 minutes; NCCL: 10) to groups of a `DeviceMesh` and of packages that ask for none; what sets
-    it afterwards, and the registry of groups, are private.
-    """
+    """Give this timeout to all process groups that any code makes in the context; torch gives its own to many."""
     known = set(live_groups())
     try:
         yield
@@ -180,12 +191,11 @@ def is_communication(op: Any) -> bool:
 
 
 def name_of(operator: Any) -> str:
-    """Return an operator's name without its overload, such as "aten::normal_"."""
     return str(operator._schema.name)
 
 
 def _arguments(operator: Any) -> Sequence[Any]:
-    """Arguments in an operator's schema, which torch's own dispatch modes read; those of higher order have none."""
+    """Return arguments in an operator's schema; operators of higher order have none."""
     return operator._schema.arguments if hasattr(operator, "_schema") else ()
 
 
@@ -215,10 +225,7 @@ def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str
 
 
 def arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Count floating-point operations of a matrix product, an attention or a convolution; 0 for other operators.
-
-    torch's counter misses attention on a CPU and grouped products, and counts all pairs of a causal attention.
-    """
+    """Count operations of matrix products, convolutions, and attention, which torch misses on a CPU; 0 for others."""
     if is_attention(operator):
         return _attention_arithmetic(operator, args, kwargs)
     name = _plain_name(operator)
@@ -248,28 +255,55 @@ def _attention_arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[st
     query, key, value = (given[name] for name in ("query", "key", "value"))
     mask = given.get("attn_mask") if "attn_mask" in names else given.get("attn_bias")
     queries, keys = query.shape[-2], key.shape[-2]
-    keys_before = keys - queries
+    # Query i acts on the first `before + i + 1` of the keys.
+    before = keys - queries
     # Kernels that know no masks align the last query with the last key if they are causal.
     if bool(given.get("is_causal")):
-        keys_before = keys_before if {"attn_mask", "attn_bias"}.isdisjoint(names) else 0
+        before = before if {"attn_mask", "attn_bias"}.isdisjoint(names) else 0
     elif mask is None and names:
-        keys_before = keys
-    pairs = query.shape[:-2].numel() * _pairs(queries, keys, keys_before)
-    if "backward" in str(operator):
-        return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
-    return 2 * pairs * (query.shape[-1] + value.shape[-1])
-
-
-def _pairs(queries: int, keys: int, before: int) -> int:
-    """Count pairs where query i acts on the first `before + i + 1` of the keys."""
+        before = keys
     first = max(0, -before)
     # Queries whose keys grow one by one, and those that have all.
     growing = max(0, min(queries, keys - before) - first)
     least = before + first + 1
-    return growing * least + growing * (growing - 1) // 2 + max(0, queries - first - growing) * keys
+    pairs = growing * least + growing * (growing - 1) // 2 + max(0, queries - first - growing) * keys
+    of_query, of_value = (3, 2) if "backward" in str(operator) else (1, 1)
+    widths = of_query * query.shape[-1] + of_value * value.shape[-1]
+    return 2 * int(query.shape[:-2].numel()) * pairs * int(widths)
 
 
 # -- compilation, modules, autograd
+
+
+def compile_with_limit(function: Callable[..., Any], *, backend: str, recompile_limit: int) -> Callable[..., Any]:
+    """Call `torch.compile` with `recompile_limit`; without that argument, raise the limit of the process."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, backend=backend, recompile_limit=recompile_limit)
+    torch._dynamo.config.recompile_limit = max(recompile_limit, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, backend=backend)
+
+
+@functools.cache
+def compiles_attention_in_float64() -> bool:
+    """Return whether compiled backwards work in float64: torch before 2.13 takes a log-sum-exp for float32."""
+    one = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    _, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(one, one, one)
+    return bool(logsumexp.dtype == torch.float64)
+
+
+def category_of(event: Any) -> str:
+    """Return the Kineto category of an event, such as "cpu_op"; without `activity_type`, by device and name."""
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    if event.device_type() == torch.autograd.DeviceType.CPU:
+        if event.is_user_annotation():
+            return "user_annotation"
+        return "cuda_runtime" if _CUDA_CALL.match(event.name()) else "cpu_op"
+    copies = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
+    return "gpu_user_annotation" if event.is_user_annotation() else copies.get(event.name()[:6], "kernel")
+
+
+_CUDA_CALL = re.compile(r"cuda?[A-Z]|hip[A-Z]")
 
 
 def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:

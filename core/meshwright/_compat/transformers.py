@@ -22,17 +22,13 @@ _ENTRY = re.compile(r"""["']([\w.-]+)["']\s*[,:]\s*["']\w+Config["']""")
 
 
 def model_types() -> list[str]:
-    """Return the keys of transformers' `CONFIG_MAPPING`, in any order, read from its sources where that is possible.
+    """Return the keys of transformers' `CONFIG_MAPPING`, which needs torch: from its sources unless it is loaded."""
+    loaded = "transformers.models.auto.configuration_auto" in sys.modules
+    if not loaded and (found := _read_types()):
+        return found
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    There is no public list without torch. If the mapping is loaded, it may have types of the user's own.
-    """
-    loaded: Any = sys.modules.get("transformers.models.auto.configuration_auto")
-    found = [] if loaded else _read_types()
-    if not found:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        found = list(CONFIG_MAPPING.keys())
-    return found
+    return list(CONFIG_MAPPING.keys())
 
 
 def _read_types() -> list[str]:
@@ -49,10 +45,7 @@ def _read_types() -> list[str]:
 def render_marked(
     template: str, messages: Sequence[Any], tools: Sequence[Any] | None, variables: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return what a template writes, and the spans of characters that it writes inside of `{% generation %}`.
-
-    `apply_chat_template` gives only the tokens that a span touches. The function that it calls is undocumented.
-    """
+    """Return what a template writes, and the spans of characters that it writes inside of `{% generation %}`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, spans = render_jinja_template(
@@ -69,10 +62,7 @@ def render_marked(
 
 
 def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dtype: Any) -> tuple[nn.Module, Any]:
-    """Load the causal LM of a configuration from a state dict as from a directory; return it and what does not match.
-
-    All names are public, but that tensors without values are passed on as they are is not promised.
-    """
+    """Load a causal LM from a state dict, tensors as they are, as from a directory; and what does not match."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -90,10 +80,7 @@ def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dt
 
 
 def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model's modules in the names and shapes of published checkpoints, as views where possible.
-
-    Models may hold in one parameter what their checkpoints hold in several (experts); `save_pretrained` calls the same.
-    """
+    """Return tensors of a model in the names and shapes of published checkpoints, as views where possible."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
@@ -108,12 +95,8 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
     converters = [each.reverse_transform() for each in reversed(conversions) if isinstance(each, WeightConverter)]
     groups: dict[Any, list[str]] = {}
     for name in names:
-        key: Any = name
-        for number, converter in enumerate(converters):
-            renamed, pattern = converter.rename_source_key(name)
-            if pattern is not None:
-                key = (number, renamed)
-                break
+        renamed = ((number, *converter.rename_source_key(name)) for number, converter in enumerate(converters))
+        key = next(((number, new) for number, new, pattern in renamed if pattern is not None), name)
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 
@@ -121,16 +104,12 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
 def nested_configs(model: nn.Module) -> list[Any]:
     """Return the configurations of transformers that a model's modules hold, with those nested in them; each once."""
     found: dict[int, Any] = {}
-
-    def visit(config: Any) -> None:
-        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            return
-        found[id(config)] = config
-        for name in getattr(config, "sub_configs", {}):
-            visit(getattr(config, name, None))
-
-    for module in model.modules():
-        visit(getattr(module, "config", None))
+    waiting = [getattr(module, "config", None) for module in reversed(list(model.modules()))]
+    while waiting:
+        config = waiting.pop()
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return list(found.values())
 
 
@@ -172,11 +151,7 @@ def mask_maker(implementation: str) -> Callable[..., Tensor]:
 
 
 def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
-    """Return a mask function that isolates documents, whose positions restart; and whether there are several.
-
-    Up to 5.22 mask functions see the places of tokens in the row, from 5.23 on those in the document, which matters to
-    attention in chunks.
-    """
+    """Return a mask function that isolates documents, whose positions restart; and whether there are several."""
     from transformers import masking_utils
 
     documents = masking_utils.find_packed_sequence_indices(positions_BS)

@@ -253,8 +253,7 @@ class StepRunner:
         """Choose, under a memory budget, which activations blocks keep. Collective, once."""
         if self._manager.activations is None:
             return
-        from ..model.budget import choose, without_choice
-        from ..model.knapsack import ONE_STAGE
+        from ..model.budget import ONE_STAGE, choose, without_choice
 
         largest, world = max(microbatches, key=lambda batch: batch["input_ids"].numel()), self._mesh.world
         for blocks in without_choice([self._manager.activations]):

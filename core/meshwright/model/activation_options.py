@@ -48,8 +48,7 @@ def activation_field(held: str = "every second matrix product and attention") ->
 def recompute_option_text(value: ActivationCheckpointing) -> str:
     """Return the option as a user writes it."""
     if isinstance(value, ActivationOptions):
-        given = {name: each for name, each in value.model_dump().items() if each is not None}
-        return "{" + ", ".join(f"{name}: {each}" for name, each in given.items()) + "}"
+        return "{" + ", ".join(f"{name}: {each}" for name, each in value.model_dump(exclude_none=True).items()) + "}"
     return str(value).lower() if isinstance(value, bool) else value
 
 

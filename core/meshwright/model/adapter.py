@@ -1,14 +1,13 @@
 """A model with an adapter of peft, where its values come from, and which base lies below it.
 
-The adapter is drawn as peft draws it, by peft, whatever the base is: for a base on the meta device its parameters are
-replaced meanwhile by tensors on the CPU that are NaN everywhere and take no memory. So an adapter that starts from
-values of the base is recognized by NaN in it, and is refused, except for two kinds: copies of whole modules, which are
-read as the base's, and the magnitudes of DoRA, which are computed from the base's rows, a few at a time. A rank holds
-all of what is drawn; it is the small part of the model.
+peft draws the adapter, whatever the base is: for a base on the meta device its parameters are replaced meanwhile by
+tensors on the CPU that are NaN everywhere and take no memory. So an adapter that starts from values of the base is
+recognized by NaN in it, and is refused, except for copies of whole modules, which are read as the base's, and the
+magnitudes of DoRA, which are computed from the base's rows, a few at a time. A rank holds all of what is drawn.
 
-[Note: the base] An adapter is of use with the base alone that it was trained on. A base is identified by where its
-files are, and by a fingerprint of what they hold, so that it may be moved. What comes from it and does not train is in
-no checkpoint. A model of an unknown base (made by a script, with weights of its own) is saved whole.
+[Note: the base] An adapter is of use only with the base that it was trained on. A base is identified by where its files
+are, and by a fingerprint of what they hold, so that it may be moved. What comes from it and does not train is in no
+checkpoint. A model of an unknown base (made by a script, with weights of its own) is saved in full.
 Source: Hu et al. 2021, arXiv:2106.09685; Liu et al. 2024, arXiv:2402.09353 (DoRA); peft.
 """
 
@@ -38,14 +37,13 @@ from .._compat.peft import (
 )
 from ..base.errors import ModelError, nearest
 from ..files.parsing import read_json_object, reason
-from .model_files import Source, open_directory, open_safetensors, rectangle
+from .model_files import Held, Source, open_directory, open_safetensors
 from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
 
 BASE_FILE = "meshwright_base.json"
-"""The file of an adapter's directory that names its base; peft passes over it."""
+"""The file of an adapter's directory that names its base; peft ignores it."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Names of peft."""
-AT_ONCE = 1 << 24
+_ELEMENTS_AT_ONCE = 1 << 24
 """So many elements of a base weight are read together."""
 _ROWS, _ELEMENTS = 4, 512
 """Of each tensor, so many rows go into a fingerprint, and of each so many elements."""
@@ -84,8 +82,8 @@ class FromBase:
 def remember_base(model: nn.Module, base: Base, names: Iterable[str]) -> None:
     """Attach its base to an adapted model, given the names of the base's own parameters."""
     known = set(names)
-    named = ((name, base_name(name)) for name, _ in model.named_parameters(remove_duplicate=False))
-    model.meshwright_base = FromBase(base, {name: below for name, below in named if below in known})
+    named = {name: base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.meshwright_base = FromBase(base, {name: below for name, below in named.items() if below in known})
 
 
 def base_of(parts: Sequence[nn.Module]) -> FromBase | None:
@@ -104,7 +102,6 @@ def left_out(parts: Sequence[nn.Module]) -> frozenset[str]:
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
-    """Return peft's configuration of each adapter by name; empty without adapters."""
     found = getattr(model, "peft_config", None)
     return dict(found) if isinstance(found, dict) else {}
 
@@ -115,10 +112,7 @@ def adapter_folder(name: str) -> str:
 
 
 def fingerprint_of(directory: Path, *, allow_pickle: bool = False) -> str:
-    """Return a digest of the weight files of a directory: each tensor's name, shape, dtype, and values of four rows.
-
-    It does not depend on the sizes of files. Training changes it; a change of a few single values may not.
-    """
+    """Return a digest of the weight files of a directory: each tensor's name, shape, dtype, and values of four rows."""
     digest = hashlib.sha256()
     for name, source in sorted(open_directory(directory, allow_pickle=allow_pickle).items()):
         digest.update(json.dumps([name, list(source.shape), str(source.dtype)]).encode())
@@ -128,11 +122,10 @@ def fingerprint_of(directory: Path, *, allow_pickle: bool = False) -> str:
 
 
 def _sampled(source: Source) -> Iterator[bytes]:
-    shape = list(source.shape)
-    if 0 in shape:
-        return
     # A vector is one row.
-    outer, inner = (shape[:1], shape[1:]) if len(shape) > 1 else ([], shape)
+    outer, inner = (source.shape[:1], source.shape[1:]) if len(source.shape) > 1 else ([], source.shape)
+    if 0 in source.shape:
+        return
     sizes, left = list(inner), _ELEMENTS
     for dim in reversed(range(len(inner))):
         sizes[dim], left = min(inner[dim], left), max(1, left // inner[dim])
@@ -156,30 +149,22 @@ def read_base(directory: Path) -> Base | None:
 # -- the adapter
 
 
-class AdapterWeights:
-    """Values of an adapted model by peft's names: those of the base, and what was drawn (`own`); `Weights` of it."""
+Read = Callable[[Sequence[int], Sequence[int]], Tensor]
+"""Reads the rectangle at offsets, of sizes."""
 
-    def __init__(
-        self,
-        base: Weights | None,
-        own: Mapping[str, Tensor],
-        files: Mapping[str, Source],
-        magnitudes: Mapping[str, Callable[[int, int], Tensor]],
-    ) -> None:
-        self.base, self.own = base, own
-        self._files, self._magnitudes = files, magnitudes
+
+class AdapterWeights:
+    """Values of an adapted model by peft's names: those of the base, and `own` ones; `Weights` of it."""
+
+    def __init__(self, base: Weights | None, own: Mapping[str, Read]) -> None:
+        self.base, self._own = base, own
 
     def __contains__(self, name: object) -> bool:
-        is_own = any(name in each for each in (self._files, self._magnitudes, self.own))
-        return is_own or (self.base is not None and base_name(str(name)) in self.base)
+        return name in self._own or (self.base is not None and base_name(str(name)) in self.base)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if name in self._files:
-            return self._files[name].read(offsets, sizes)
-        if name in self._magnitudes:
-            return self._magnitudes[name](offsets[0], sizes[0])
-        if name in self.own:
-            return self.own[name][rectangle(offsets, sizes)]
+        if name in self._own:
+            return self._own[name](offsets, sizes)
         if self.base is None:
             raise ModelError(f"no values of {name}")
         return self.base.read(base_name(name), offsets, sizes)
@@ -195,14 +180,9 @@ def with_adapter(
 ) -> tuple[nn.Module, Weights | None]:
     """Put an adapter into a model, in place, trainable, under peft's name for it, "default". No communication.
 
-    Values are those that one process gets from `torch.manual_seed(seed)` and `peft.get_peft_model`.
-
-    Args:
-        weights: of the model by its own names; None: it has its values already.
-        peft_config: such as `LoraConfig(...)`; None: that of `adapter_dir`, a saved adapter to go on from.
-
-    Returns:
-        The `PeftModel`, on the meta device where the model was, and the values of it; None where it has them.
+    Values are those that one process gets from `torch.manual_seed(seed)` and `peft.get_peft_model`. Without
+    `peft_config` it is that of `adapter_dir`, a saved adapter to continue. Return the `PeftModel`, on the meta device
+    where the model was, and its values; like `weights`, None for a model that has its values.
     """
     require_peft()
     directory = None if adapter_dir is None else Path(adapter_dir)
@@ -226,26 +206,24 @@ def with_adapter(
     if is_deferred and weights is not None:
         return adapted, values_on_meta(adapted, weights, files)
     if files:
-        fill(adapted, AdapterWeights(None, {}, files, {}))
+        fill(adapted, AdapterWeights(None, {name: each.read for name, each in files.items()}))
     return adapted, weights
 
 
 def values_on_meta(adapted: nn.Module, weights: Weights, files: Mapping[str, Source]) -> Weights:
-    """Return the values of a model whose adapter peft has drawn over a base of stand-ins; leave it on the meta device.
-
-    `weights` are the base's; `files`, by the names of the adapted model, replace what was drawn.
-    """
-    computed = {name: partial(_norms, weights, path, factors) for name, path, factors in magnitudes(adapted)}
+    """Return the values of a model whose adapter was drawn over stand-ins, or is in `files`; leave it on meta."""
+    own: dict[str, Read] = {name: partial(_norms, weights, path, each) for name, path, each in magnitudes(adapted)}
     drawn = {
         name: parameter.detach()
         for name, parameter in adapted.named_parameters(remove_duplicate=False)
-        if name not in computed and base_name(name) not in weights
+        if name not in own and base_name(name) not in weights
     }
     wrong = next((name for name, value in drawn.items() if name not in files and bool(value.isnan().any())), None)
     if wrong is not None:
         raise ModelError(f"{wrong} starts from values of the base model. {_why(adapted, wrong)}")
     leave_on_meta(adapted)
-    return AdapterWeights(weights, drawn, files, computed)
+    own |= {name: Held(value).read for name, value in drawn.items()}
+    return AdapterWeights(weights, own | {name: each.read for name, each in files.items()})
 
 
 def _why(adapted: nn.Module, name: str) -> str:
@@ -260,16 +238,15 @@ def _why(adapted: nn.Module, name: str) -> str:
     return _DRAWN_ALONE
 
 
-def _norms(base: Weights, path: str, factors: Factors, start: int, size: int) -> Tensor:
+def _norms(base: Weights, path: str, factors: Factors, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
+    (start,), (size,), columns = offsets, sizes, factors.right.shape[1]
     found = []
-    step = max(1, AT_ONCE // factors.shape[1])
+    step = max(1, _ELEMENTS_AT_ONCE // columns)
     for begin in range(start // step * step, start + size, step):
         first, end = max(begin, start), min(begin + step, start + size)
-        offsets, sizes = (first, 0), (end - first, factors.shape[1])
-        if factors.transposed:
-            offsets, sizes = offsets[::-1], sizes[::-1]
-        rows = base.read(f"{path}.weight", offsets, sizes).to(factors.dtype)
+        turn = -1 if factors.transposed else 1
+        rows = base.read(f"{path}.weight", (first, 0)[::turn], (end - first, columns)[::turn]).to(factors.dtype)
         found.append(factors.norms(rows, first, slice(begin, begin + step)))
     return torch.cat(found)
 

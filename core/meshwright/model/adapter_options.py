@@ -1,8 +1,8 @@
 """Read what a run file says of adapters: `model.peft`, and a directory that holds one to go on from.
 
-[Note: what is left to peft] Options are those of peft's own configuration, and peft checks their values. Refused is
-what would make another base: initialisations that change its weights (PiSSA, OLoRA, ...), so that an adapter would be
-of no use with the base that everybody has; and names that peft passes over where nothing bears them.
+Options are those of peft's own configuration, and peft checks their values. Refused are initialisations that change the
+base (PiSSA, OLoRA, ...), so that an adapter would be of no use with the base that everybody has; and names that nothing
+bears, which peft ignores.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from .adapter import (
     values_on_meta,
     with_adapter,
 )
+from .pretrained import DTYPES
 from .weights import Weights, replace_parameters
 
-BASE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-QUANTIZED = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
+_QUANTIZED = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
 OWN_KEYS = ("type", "adapter", "base_dtype")
 _NOT_OPTIONS = {"peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"}
-_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
-"""Those that leave the base as it is."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +60,18 @@ def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOption
     given = {str(key): value for key, value in section.items()}
     own = {key: given.pop(key) for key in OWN_KEYS if key in given}
     directory = None
-    if own.get("adapter") is not None:
+    if own.get("adapter") is None:
+        config = _made(_config_class(own.get("type"), where), given, where)
+    else:
         directory = Path(str(own["adapter"])).expanduser()
         config = _merged(read_adapter_config(directory), own.get("type"), given, directory, where)
-    else:
-        config = _made(_config_class(own.get("type"), where), given, where)
     return AdapterOptions(_checked(config, where), directory, _base_dtype(own.get("base_dtype"), where))
 
 
 def adapt(
     model: nn.Module, weights: Weights | None, options: AdapterOptions, base: Base | None, *, seed: int, where: str
 ) -> tuple[nn.Module, Weights | None]:
-    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved whole."""
+    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved in full."""
     own, config = _checked_config(options, model, base, where)
     adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
     _note_base(adapted, base, own)
@@ -81,10 +79,7 @@ def adapt(
 
 
 class InjectedByOthers:
-    """An adapter that other code, such as a trainer, injects into a base on the meta device by `get_peft_model`.
-
-    Until then the base has stand-ins for its parameters, so that peft draws the adapter on the CPU.
-    """
+    """An adapter that other code injects into a base on the meta device, whose parameters are stand-ins until then."""
 
     def __init__(
         self, model: nn.Module, weights: Weights, options: AdapterOptions, base: Base | None, *, where: str
@@ -134,11 +129,8 @@ def check_names(config: Any, model: nn.Module, *, where: str) -> None:
 
 
 def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft") -> None:
-    """Refuse to go on from an adapter of another base.
-
-    A run's own adapter knows its base by fingerprint. Others name one; the user says that a copy is the same with
-    `base_model_name_or_path`.
-    """
+    """Refuse to continue an adapter of another base, which a run's own adapter knows by fingerprint. Others name one;
+    the user says with `base_model_name_or_path` that a copy is the same."""
     if options.directory is None:
         return
     given, noted = f"{where}.adapter={str(options.directory)!r}", read_base(options.directory)
@@ -157,7 +149,7 @@ def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft"
 
 def _same_place(named: str, path: str) -> bool:
     one, other = Path(named).expanduser(), Path(path).expanduser()
-    return named == path or (one.exists() and other.exists() and one.resolve() == other.resolve())
+    return named == path or (one.exists() and other.exists() and one.samefile(other))
 
 
 def _kind(config: Any) -> str:
@@ -225,7 +217,8 @@ def _checked(config: Any, where: str) -> Any:
         raise ConfigError(f"{where}.task_type={task!r} is not CAUSAL_LM, which is what is trained. Leave it out.")
     config.task_type = "CAUSAL_LM"
     start = config.init_lora_weights
-    if not any(start is each or (isinstance(each, str) and start == each) for each in _INITIALISATIONS):
+    # Those that leave the base as it is.
+    if not isinstance(start, bool) and start not in ("gaussian", "orthogonal"):
         raise ConfigError(
             f"{where}.init_lora_weights={start!r} is none of true, false, gaussian and orthogonal: it would change the "
             f"base or needs data, and the adapter would be of no use with the base that everybody has. Make the "
@@ -235,12 +228,12 @@ def _checked(config: Any, where: str) -> Any:
 
 
 def _base_dtype(name: Any, where: str) -> torch.dtype | None:
-    if name in QUANTIZED:
+    if name in _QUANTIZED:
         raise ConfigError(
             f"{where}.base_dtype={name!r}: a quantized base cannot be sharded or exported here yet. Use "
             f"base_dtype=bfloat16, which halves a float32 base, and shard it over more ranks (fsdp2, tp_size, pp_size)."
         )
-    if name is not None and name not in BASE_DTYPES:
-        hint = nearest(str(name), BASE_DTYPES)
-        raise ConfigError(f"{where}.base_dtype={name!r} is not one of {', '.join(BASE_DTYPES)}.{hint}")
-    return BASE_DTYPES.get(name)
+    if name is not None and name not in DTYPES:
+        hint = nearest(str(name), DTYPES)
+        raise ConfigError(f"{where}.base_dtype={name!r} is not one of {', '.join(DTYPES)}.{hint}")
+    return DTYPES.get(name)

@@ -1,24 +1,33 @@
-"""Let blocks hold what a budget of bytes allows, and compute the rest again.
+"""Hold what a budget of bytes allows of the activations of blocks, and recompute the rest.
 
 Blocks are called once on trial, with the microbatch of the first step, which shows what each computes and holds (see
-`operators`). What each then holds is chosen for all blocks of a rank together (`knapsack`), and carried out by torch's
-selective checkpointing.
+`operators`). What each then holds is chosen for all blocks of a rank together, and carried out by torch's selective
+checkpointing.
 
-[Note: what a budget counts] Bytes that blocks hold for backward, of all microbatches in flight, with what the block
-whose backward runs has computed again. Not counted: what lives within one operator or between two (a block's
-temporaries, gradients of activations), what lies outside of blocks (embedding, head, logits), parameters, their
-gradients, optimizer state.
+[Note: the choice] This is a multiple-choice knapsack. Each block goes along the lower convex hull of (bytes held, cost
+of recomputation), the step that saves most per byte first, whichever block it belongs to; a step that does not fit ends
+its block. Then single operators fill what is left. The result costs more than the best one by less than one step.
+Source: Sinha and Zoltners 1979, "The multiple-choice knapsack problem"; for the budget of bytes against operations,
+Jain et al. 2020, arXiv:1910.02653.
 
-[Note: equal communication] Ranks may hold different things, but not compute different communication again: who gathers
-again waits for who does not. Results of collectives are held where all ranks that train the same part can hold them.
+[Note: what a budget counts] Bytes that blocks hold for backward, of all microbatches in flight, and what the block
+whose backward runs has recomputed. Not counted: temporaries of a block, gradients of activations, what lies outside of
+blocks (embedding, head, logits), parameters, their gradients, optimizer state.
+
+[Note: equal communication] Ranks may hold different things, but must recompute the same communication: a rank that
+gathers again waits for one that does not. Results of collectives are held where all ranks that train the same part can
+hold them.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,112 +40,245 @@ from ..base.errors import ConfigError, StrategyError
 from ..files.terminal import warn
 from ..mesh.world import World
 from .forward_order import ForwardMethod
-from .knapsack import Choice, Choices, Moment, Profile
-from .operators import COMMUNICATION, Recorder, hidden_in, storage_in, tensors_with_memory
+from .operators import COMMUNICATION, Operator, Profile, Recorder, hidden_in, storage_in, tensors_with_memory
 
 Recompute = Callable[..., Any]
-"""Called with a forward, contexts in which it holds some results, and its arguments; all else is computed again."""
+"""Called with a forward, contexts in which it holds some results, and its arguments; all else is recomputed."""
+
+
+# -- the choice; see [Note: the choice]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The start of a backward of `stage`; `in_flight` counts, for each stage of this rank, the microbatches whose
+    forward is done and whose backward is not."""
+
+    in_flight: tuple[int, ...]
+    stage: int
+
+
+ONE_STAGE = (Moment((1,), 0),)
+"""Moments of forwards and backwards in turn."""
+
+
+@dataclass
+class Choice:
+    """What one call of a block holds besides its inputs: everything, or results of the operators with these keys.
+    `cost` is that of what is recomputed."""
+
+    whole: bool
+    keys: frozenset[Hashable]
+    bytes: int
+    cost: float
+
+    def plus(self, operator: Operator) -> Choice:
+        return Choice(False, self.keys | {operator.key}, self.bytes + operator.bytes, self.cost - operator.cost)
+
+
+class Choices:
+    """The choices `made` for all blocks of a rank, by stage and in the order of calls; at first, inputs alone."""
+
+    def __init__(self, stages: Sequence[Sequence[Profile]], moments: Sequence[Moment]) -> None:
+        self.stages, self.moments = stages, moments
+        self.made = [[_inputs_alone(each) for each in stage] for stage in stages]
+        self._released: set[Hashable] = set()
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held at any moment: of all microbatches in flight, and of the block whose backward runs."""
+        held, on_top = zip(*map(self._held, range(len(self.stages))), strict=True)
+        return max(
+            sum(count * each for count, each in zip(moment.in_flight, held, strict=True)) + on_top[moment.stage]
+            for moment in self.moments
+        )
+
+    @property
+    def cost(self) -> float:
+        return sum(choice.cost for stage in self.made for choice in stage)
+
+    def fill(self, limit: int) -> None:
+        ended: set[tuple[int, int]] = set()
+        for stage, block, choice in self._steps():
+            if (stage, block) not in ended and not self._take(stage, block, choice, limit):
+                ended.add((stage, block))
+        self.top_up(limit)
+
+    def release(self, stage: int, key: Hashable, holds: Sequence[int]) -> None:
+        """Let calls of blocks for which `holds` has a 0 recompute an operator; `top_up` will not hold it."""
+        for block, (profile, is_held) in enumerate(zip(self.stages[stage], holds, strict=True)):
+            released = next((each for each in profile.operators if each.key == key), None)
+            if released is None:
+                continue
+            self._released.add(key)
+            now = self.made[stage][block]
+            if not is_held and now.whole:
+                self.made[stage][block] = _inputs_alone(profile)
+            elif not is_held and key in now.keys:
+                size, cost = now.bytes - released.bytes, now.cost + released.cost
+                self.made[stage][block] = Choice(False, now.keys - {key}, size, cost)
+
+    def top_up(self, limit: int) -> None:
+        """Hold single operators of blocks that are not whole, the one that saves most per byte first."""
+        rest = [
+            (operator.cost / operator.bytes, block, stage, operator)
+            for stage, profiles in enumerate(self.stages)
+            for block, profile in enumerate(profiles)
+            if not self.made[stage][block].whole
+            for operator in profile.operators
+            if operator.key not in self.made[stage][block].keys | self._released
+        ]
+        for _, block, stage, operator in sorted(rest, key=_by_worth):
+            more = self.made[stage][block].plus(operator)
+            if more.bytes < self.stages[stage][block].whole:
+                self._take(stage, block, more, limit)
+
+    def _held(self, stage: int) -> tuple[int, int]:
+        """Return the bytes that a stage holds of one microbatch, and what its backward adds at most: before a block
+        recomputes what it has not held, the blocks behind it are freed."""
+        behind = on_top = 0
+        for profile, choice in zip(reversed(self.stages[stage]), reversed(self.made[stage]), strict=True):
+            on_top = max(on_top, profile.whole - choice.bytes - behind)
+            behind += profile.inputs + choice.bytes
+        return behind, on_top
+
+    def _take(self, stage: int, block: int, choice: Choice, limit: int) -> bool:
+        before, self.made[stage][block] = self.made[stage][block], choice
+        if self.peak <= limit:
+            return True
+        self.made[stage][block] = before
+        return False
+
+    def _steps(self) -> Iterator[tuple[int, int, Choice]]:
+        """Return the steps of all blocks, the one that saves most per byte first; of equal ones, the last block's."""
+        steps: list[tuple[float, int, int, Choice]] = []
+        for stage, profiles in enumerate(self.stages):
+            weight = max(moment.in_flight[stage] for moment in self.moments)
+            for block, profile in enumerate(profiles):
+                for before, choice in itertools.pairwise([self.made[stage][block], *_hull(profile)]):
+                    worth = (before.cost - choice.cost) / max(1, (choice.bytes - before.bytes) * weight)
+                    steps.append((worth, block, stage, choice))
+        # Steps of one block come with falling worth, and the sort is stable.
+        return ((stage, block, choice) for _, block, stage, choice in sorted(steps, key=_by_worth))
+
+
+def _by_worth(step: tuple[float, int, int, Any]) -> tuple[float, int, int]:
+    return -step[0], -step[1], step[2]
+
+
+def _inputs_alone(profile: Profile) -> Choice:
+    return Choice(False, frozenset(), 0, profile.cost)
+
+
+def _hull(profile: Profile) -> list[Choice]:
+    """Return what a block may hold beyond its inputs, up to everything, with falling worth of each further byte."""
+    hull = [_inputs_alone(profile)]
+    for operator in sorted(profile.operators, key=lambda each: -each.cost / each.bytes):
+        point = hull[-1].plus(operator)
+        if point.bytes >= profile.whole:
+            break
+        hull.append(point)
+    whole = Choice(True, frozenset(), profile.whole, 0.0)
+    # Operators come by falling worth, so only the last point can lie above a line to another.
+    while len(hull) > 1 and _slope(hull[-1], whole) > _slope(hull[-2], hull[-1]):
+        hull.pop()
+    return [*hull[1:], whole]
+
+
+def _slope(first: Choice, second: Choice) -> float:
+    return (first.cost - second.cost) / max(1, second.bytes - first.bytes)
+
+
+# -- blocks
 
 
 class BudgetedBlocks:
     """The blocks of one model, or of one stage of it, under a budget [10^9 bytes].
 
-    `profiles` are those of the calls of blocks in one forward, in their order, each with one of `choices`. While
-    `is_measuring`, blocks are on trial; while `is_open`, nothing is chosen yet.
+    `profiles` are those of the calls of blocks in one forward, in order, each with one of `choices`. While `is_open`,
+    nothing is chosen yet.
     """
 
     def __init__(self, budget_gb: float) -> None:
         self.budget_gb = budget_gb
         self.profiles: list[Profile] = []
         self.choices: list[Choice] = []
-        self.is_measuring, self.is_open = False, True
-        self._inputs, self._largest = _Inputs(), 0
+        self.is_open = True
+        self._is_measuring, self._largest = False, 0
+        # Each block has hidden states of its own; masks and the like are one for all.
+        self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._calls: list[int] = []
-        self._blocks: list[_Block] = []
+        self._upcoming: list[Iterator[Choice]] = []
 
     def put_around(self, block: nn.Module, recompute: Recompute, original: ForwardMethod) -> ForwardMethod:
-        """Return a forward of the block that holds what is chosen for it."""
-        made = _Block(self, block, recompute, original, len(self._blocks))
-        self._blocks.append(made)
-        return made
+        """Return a forward of the block that holds what is chosen for it, call by call."""
+        index = len(self._upcoming)
+        self._upcoming.append(iter(()))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._is_measuring:
+                return self._measure(index, block, original, args, kwargs)
+            if not (block.training and torch.is_grad_enabled()):
+                return original(*args, **kwargs)
+            choice = next(self._upcoming[index], None)
+            if choice is None:
+                raise StrategyError(
+                    f"activation_checkpointing: budget_gb={self.budget_gb:g} is divided over the blocks by the first "
+                    f"forward_backward, which has not been called. In a loop by hand, set activation_checkpointing to "
+                    f"full or selective."
+                )
+            if (elements := _elements(args, kwargs)) > self._largest:
+                # Once for each size.
+                warn(
+                    f"a microbatch is {elements / self._largest:.2f} times as large as those of the first step, for "
+                    f"which budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
+                    stacklevel=2,
+                )
+                self._largest = elements
+            if choice.whole:
+                return original(*args, **kwargs)
+            return recompute(original, functools.partial(_contexts, choice), args, kwargs)
+
+        return forward
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure blocks in one forward without gradients, of a microbatch as large as those of the run."""
         self.profiles, self._calls = [], []
-        self._inputs, self.is_measuring = _Inputs(), True
+        self._inputs, self._is_measuring = weakref.WeakSet(), True
         try:
             yield
         finally:
-            self.is_measuring = False
+            self._is_measuring = False
 
-    def measure(self, index: int, original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a block and record what it computes; only within `measuring`."""
-        inputs = self._inputs.bytes_of((args, kwargs))
+    def take(self, choices: Sequence[Choice]) -> None:
+        self.choices, self.is_open = list(choices), False
+        pairs = list(zip(choices, self._calls, strict=True))
+        count = len(self._upcoming)
+        self._upcoming = [itertools.cycle([each for each, at in pairs if at == index]) for index in range(count)]
+
+    def _measure(
+        self, index: int, block: nn.Module, original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        new = set(map(storage_in, tensors_with_memory((args, kwargs)))) - set(self._inputs)
+        self._inputs.update(new)
         self._largest = max(self._largest, _elements(args, kwargs))
         hidden: Tensor | None = None
 
         def given(value: Any) -> Any:
-            # As in training, the first tensor of floating point carries a gradient, that of the block before.
+            # As in training, the first floating-point tensor carries a gradient, that of the block before.
             nonlocal hidden
             if hidden is not None or not (isinstance(value, Tensor) and value.is_floating_point()):
                 return value
             hidden = value
             return value.detach().requires_grad_()
 
-        with torch.enable_grad(), Recorder(self._blocks[index].block) as recorder:
+        with torch.enable_grad(), Recorder(block) as recorder:
             positional = [given(each) for each in args]
             result = original(*positional, **{name: given(each) for name, each in kwargs.items()})
-        self.profiles.append(recorder.profile(inputs, hidden))
+        self.profiles.append(recorder.profile(sum(each.nbytes() for each in new), hidden))
         self._calls.append(index)
         return _detached(result)
-
-    def warn_of_larger(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Warn, once, of a microbatch that is larger than those that were measured."""
-        elements = _elements(args, kwargs)
-        if elements > self._largest:
-            warn(
-                f"a microbatch is {elements / self._largest:.2f} times as large as those of the first step, for which "
-                f"budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
-                stacklevel=2,
-            )
-            self._largest = elements
-
-    def take(self, choices: Sequence[Choice]) -> None:
-        self.choices, self.is_open = list(choices), False
-        for block in self._blocks:
-            block.choices = [each for each, index in zip(choices, self._calls, strict=True) if index == block.index]
-            block.next = 0
-
-
-class _Block:
-    """The forward of one block; called several times in one forward of the model, it has a choice for each call."""
-
-    def __init__(
-        self, blocks: BudgetedBlocks, block: nn.Module, recompute: Recompute, original: ForwardMethod, index: int
-    ) -> None:
-        self.block, self.index = block, index
-        self.choices: list[Choice] = []
-        self.next = 0
-        self._all, self._recompute, self._original = blocks, recompute, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._all.is_measuring:
-            return self._all.measure(self.index, self._original, args, kwargs)
-        if not (self.block.training and torch.is_grad_enabled()):
-            return self._original(*args, **kwargs)
-        if not self.choices:
-            raise StrategyError(
-                f"activation_checkpointing: budget_gb={self._all.budget_gb:g} is divided over the blocks by the first "
-                f"forward_backward, which has not been called. In a loop by hand, set activation_checkpointing to full "
-                f"or selective."
-            )
-        self._all.warn_of_larger(args, kwargs)
-        choice = self.choices[self.next]
-        self.next = (self.next + 1) % len(self.choices)
-        if choice.whole:
-            return self._original(*args, **kwargs)
-        return self._recompute(self._original, lambda: _contexts(choice), args, kwargs)
 
 
 def _contexts(choice: Choice) -> Any:
@@ -164,11 +306,8 @@ def choose(
 ) -> None:
     """Choose what all blocks of a rank hold; see [Note: equal communication]. Collective over `world`, all ranks.
 
-    Args:
-        stages: one, or those of a pipeline that this rank has.
-        rehearsals: for each, runs a forward without gradients, of a microbatch as large as those of the run.
-        worlds: for each, the ranks that train it.
-        moments: when most may be held.
+    Each of the `stages` of this rank has a rehearsal, which runs a forward without gradients of a microbatch as large
+    as those of the run, and the ranks that train it. Most may be held at `moments`.
     """
     for stage, rehearse in zip(stages, rehearsals, strict=True):
         with stage.measuring():
@@ -193,7 +332,6 @@ def choose(
 
 
 def _gb(size: int) -> str:
-    """Bytes in GB, rounded up to three digits."""
     dropped = max(0, len(str(size)) - 3)
     digits = max(0, 3 - len(str(size)))
     return f"{-(-size // 10**dropped) * 10**dropped / 1e9:.{digits + 9}f}".rstrip("0").rstrip(".")
@@ -210,16 +348,3 @@ def _detached(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_detached, value))
     return {key: _detached(each) for key, each in value.items()} if type(value) is dict else value
-
-
-class _Inputs:
-    """What blocks are given: each has hidden states of its own, but masks and the like are one for all."""
-
-    def __init__(self) -> None:
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def bytes_of(self, value: Any) -> int:
-        new = {id(each): each for each in map(storage_in, tensors_with_memory(value)) if id(each) not in self._alive}
-        for key, storage in new.items():
-            self._alive[key] = weakref.ref(storage, lambda _, key=key: self._alive.pop(key))  # type: ignore[misc]
-        return sum(each.nbytes() for each in new.values())

@@ -1,6 +1,6 @@
 """Make and check the configuration of a run's model, without what builds models; and trust its code, or refuse it.
 
-[Note: trust] A model on the hub may need classes that transformers has not, in files beside its weights. To run them is
+[Note: trust] A model on the hub may need classes that transformers lacks, in files beside its weights. To run them is
 to run whatever their author has written. So they run only where the run file names what has been read: a commit on the
 hub, or the digest of a directory's files. Those classes are registered with transformers' auto classes in this process;
 everywhere else nothing is trusted (`trust_remote_code=False`), and finds those classes.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,15 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
     vocabulary stays. Without a directory the section has a `model_type`.
     """
     fields = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    checked_dtype_name(section.get("dtype", "float32"), "model.dtype")
-    check_init(section.get("init", PARALLEL), "model.init")
+    one_of(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")
+    one_of(INITS, section.get("init", PARALLEL), "model.init")
     if directory is not None:
         config = config_from_directory(directory, fields, with_weights="path" in section)
     else:
-        config = _config_with_tokenizer(str(section["model_type"]), fields, tokenizer)
+        # The ids of a trained tokenizer replace those that the defaults of a published model name.
+        ids = {"bos_token_id": None, "eos_token_id": getattr(tokenizer, "eos_token_id", None), "pad_token_id": None}
+        size = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
+        config = config_from_mapping({"model_type": section["model_type"], **fields}, defaults=ids | size)
     text = config.get_text_config()
     vocab_size = getattr(text, "vocab_size", None)
     if tokenizer is not None and vocab_size is not None and vocab_size < len(tokenizer):
@@ -74,15 +77,7 @@ def _larger_vocabulary(section: Mapping[str, Any], key: str, entries: int) -> st
     return f"Set model.{key} to at least {entries}"
 
 
-def checked_dtype_name(name: Any, where: str) -> str:
-    return _one_of(DTYPE_NAMES, name, where)
-
-
-def check_init(name: Any, where: str) -> None:
-    _one_of(INITS, name, where)
-
-
-def _one_of(known: tuple[str, ...], name: Any, where: str) -> str:
+def one_of(known: tuple[str, ...], name: Any, where: str) -> str:
     if name not in known:
         raise ModelError(f"{where}={name!r} is not one of {', '.join(known)}.{nearest(str(name), known)}")
     return str(name)
@@ -95,35 +90,21 @@ def check_model_type(model_type: str, *, where: str = "model") -> None:
         raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")
 
 
-def config_from_mapping(fields: Mapping[str, Any], *, where: str = "model") -> Any:
-    """Make the Hugging Face configuration of fields, one of which is `model_type`."""
-    from transformers import AutoConfig
+def config_from_mapping(
+    fields: Mapping[str, Any], *, where: str = "model", defaults: Mapping[str, Any] | None = None
+) -> Any:
+    """Make the Hugging Face configuration of fields, one of which is `model_type`; `defaults` replace those of the
+    type that has them."""
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = str(fields.get("model_type"))
     given = {key: value for key, value in fields.items() if key != "model_type"}
-    _check_fields(_default_config(model_type, where), given, where)
-    return _made(partial(AutoConfig.for_model, model_type), given)
-
-
-def _config_with_tokenizer(model_type: str, fields: dict[str, Any], tokenizer: Any) -> Any:
-    from transformers import AutoConfig
-
-    default = _default_config(model_type, "model")
-    _check_fields(default, fields)
-    # The ids of a trained tokenizer replace those that the defaults of a published model name.
-    values = {"bos_token_id": None, "eos_token_id": getattr(tokenizer, "eos_token_id", None), "pad_token_id": None}
-    if tokenizer is not None:
-        values["vocab_size"] = len(tokenizer)
-    values = {key: value for key, value in values.items() if hasattr(default, key) and key not in fields}
-    return _made(partial(AutoConfig.for_model, model_type, **values), fields)
-
-
-def _default_config(model_type: str, where: str) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
     check_model_type(model_type, where=where)
     _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
-    return _made(partial(AutoConfig.for_model, model_type), {})
+    default = _made(partial(AutoConfig.for_model, model_type), {})
+    _check_fields(default, given, where)
+    values = {key: value for key, value in (defaults or {}).items() if hasattr(default, key) and key not in given}
+    return _made(partial(AutoConfig.for_model, model_type, **values), given)
 
 
 def config_from_directory(
@@ -165,12 +146,10 @@ def _check_causal_lm(config_cls: type, model_type: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if config_cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        hint = ""
-        if config_cls in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            hint = (
-                " It is multimodal, and its text part alone is no model there (that of others, such as gemma3 and "
-                "llama4, is): load it with AutoModelForImageTextToText, and save its text model as one of its own type."
-            )
+        hint = (
+            " It is multimodal, and its text part alone is no model there (that of others, such as gemma3 and "
+            "llama4, is): load it with AutoModelForImageTextToText, and save its text model as one of its own type."
+        ) * (config_cls in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
         raise ModelError(f"the model type {model_type!r} has no causal language model in transformers.{hint}")
 
 
@@ -200,12 +179,18 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
             raise ModelError(f"{where}.{key}={value!r:.200} must be true or false.")
 
 
-def _check_depth(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse numbers of layers that would be made for ever, whatever they are called in the configuration."""
+def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            _check_depth(value, f"{where}.{key}")
-        elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check_depth(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers of layers that would be made for ever, whatever they are called in the configuration."""
+    for key, value in _leaves(fields):
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise ModelError(f"{where}.{key}={value} is more than {MAX_LAYERS:,} layers. Lower it.")
 
 
@@ -220,20 +205,15 @@ def _made(make: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
 
 # -- code that comes with a model; see [Note: trust]
 
-_COMMIT_LENGTH = 40
 _MAX_CODE_BYTES = 1 << 26
 
 
 def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
     """Refuse a `config.json` with kernels of the hub, which transformers would run, except in fields `set_anew`."""
-    try:
-        values = read_json_object(path)
-    except (OSError, ValueError):
-        # transformers says what is wrong with it.
-        return
     given = set(set_anew)
+    # transformers says what is wrong with a file that is no object.
     _check_names_no_kernels(
-        {key: value for key, value in values.items() if key not in given},
+        {key: value for key, value in json_object_or_empty(path).items() if key not in given},
         str(path),
         f"set model.KEY in the run file, for instance to 'sdpa', or take it out of {path.name}",
     )
@@ -241,12 +221,8 @@ def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
 
 def _check_names_no_kernels(values: Mapping[str, Any], source: str, remedy: str) -> None:
     """Refuse kernels of the Hugging Face hub, "owner/name", as an implementation; KEY in `remedy` is replaced."""
-    waiting = list(values.items())
-    while waiting:
-        key, value = waiting.pop()
-        if isinstance(value, Mapping):
-            waiting += [(f"{key}.{each}", below) for each, below in value.items()]
-        elif "implementation" in key and isinstance(value, str) and "/" in value:
+    for key, value in _leaves(values):
+        if "implementation" in key and isinstance(value, str) and "/" in value:
             raise ModelError(
                 f"{source} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: "
                 f"{remedy.replace('KEY', key.split('.')[0])}."
@@ -255,14 +231,11 @@ def _check_names_no_kernels(values: Mapping[str, Any], source: str, remedy: str)
 
 def is_commit(trusted: str | None) -> bool:
     """Return whether what a user trusts is a commit on the hub, and not the digest of a directory."""
-    return trusted is not None and len(trusted) == _COMMIT_LENGTH
+    return trusted is not None and len(trusted) == 40
 
 
 def trust_code(directory: Path, trusted: str, *, commit: str | None, where: str = "model.trust_remote_code") -> None:
-    """Run the code that comes with a model, if it is that of the trusted commit or digest, and register its classes.
-
-    A directory of the hub has a `commit`; the user's own has None.
-    """
+    """Run the code that comes with a model, if it is that of the trusted commit or digest; register its classes."""
     if is_commit(trusted) and commit is None:
         raise ModelError(
             f"{where}={trusted!r} is a commit, and {directory} is a local directory. {_how_to_trust(directory, where)}"

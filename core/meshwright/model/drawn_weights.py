@@ -1,21 +1,21 @@
 """Give a model on the meta device its initial weights, without ever holding them all.
 
 A model of transformers draws its weights while it is built. Here it is built a second time, on the CPU, and each
-operator on a large tensor is recorded. So the memory of any tensor can be freed, and its value computed again from its
-own operators alone, by the model's own code, or for the shard that a rank keeps.
+operator on a large tensor is recorded. So the memory of any tensor can be freed, and its value, or that of a shard,
+computed again from its own operators alone.
 
-With a seed of its own, an operator that fills a large tensor is recorded and not run: its values are drawn when they
-are read, by tiles ([Note: tiles] in `random_tiles`), the same on every device and under every layout, but not those of
-transformers. What depends on other values (orthogonal matrices, say) is computed whole, from the same tiles. Without a
-seed, operators run at once on torch's own generator, whose state is recorded: values are those of transformers, bit for
-bit, at the price of drawing all of them on every rank, and once more when they are read.
+With a seed of its own, an operator that fills a large tensor is recorded and not run: its values are drawn by tiles
+([Note: tiles] in `random_tiles`) when they are read, the same on every device and under every layout, but not those of
+transformers. What depends on other values (orthogonal matrices, say) is computed in full, from the same tiles. Without
+a seed, operators run at once on torch's own generator, whose state is recorded: values are those of transformers, bit
+for bit, at the price of drawing all of them on every rank, and once more when they are read.
 Source: the deferred initialization of torchdistx (Meta, 2022).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +24,18 @@ from torch import Tensor, nn
 
 from .._compat.torch import TorchDispatchMode, name_of, names_of_arguments, storage_of, written_arguments
 from ..base.errors import ModelError
+from ..tensors.ops import tensors_in
 from .model_files import rectangle
 from .random_tiles import Fill, Grid, Recipe
 
 LARGE_BYTES = 1 << 14
-"""Memory below this is never given back."""
+"""Memory below this is never freed."""
 BUDGET_BYTES = 1 << 28
-"""Large memory beyond this is given back, the least recently used first."""
+"""Large memory beyond this is freed, the least recently used first."""
 _NAMES = ("abs", "add", "clamp", "div", "erfinv", "exp", "fill", "log", "mul", "neg", "pow", "sqrt", "sub", "zero")
-ELEMENTWISE = frozenset(f"aten::{name}_" for name in _NAMES)
+_ELEMENTWISE = frozenset(f"aten::{name}_" for name in _NAMES)
 """Operators that write each element of a tensor by itself, if all other arguments are numbers."""
-CONSTANT = frozenset({"aten::fill_", "aten::zero_"})
+_CONSTANT = ("aten::fill_", "aten::zero_")
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class _Step:
     operator: Any
     args: Any
     kwargs: Any
-    reads: frozenset[int]
-    writes: frozenset[int]
+    reads: set[int]
+    writes: set[int]
     outputs: tuple[_Ref | None, ...]
     """Its results that are new large memory."""
     generator: Tensor | None
@@ -87,7 +88,7 @@ class _Outline(TorchDispatchMode):
         if self._seed is not None and self._can_wait(func, args, kwargs):
             self._postpone(func, args, kwargs)
             return args[0]
-        used = {key for key, _ in map(storage_of, _tensors((args, kwargs)))} & self._storages.keys()
+        used = {key for key, _ in map(storage_of, tensors_in((args, kwargs)))} & self._storages.keys()
         for key in used:
             self._bring_back(key)
         refs, named = self._referred(args), self._referred(kwargs)
@@ -95,23 +96,22 @@ class _Outline(TorchDispatchMode):
         state = torch.get_rng_state() if is_random else None
         result = func(*args, **kwargs)
         outputs = tuple(self._track(each) if isinstance(each, Tensor) else None for each in _sequence(result))
-        writes = {
-            storage_of(args[place] if isinstance(place, int) else kwargs[place])[0] for place in written_arguments(func)
-        } & used
+        written = (args[place] if isinstance(place, int) else kwargs[place] for place in written_arguments(func))
+        writes = {storage_of(each)[0] for each in written} & used
         writes |= {ref.key for ref in outputs if ref is not None}
         if writes:
-            self._record(_Step(func, refs, named, frozenset(used), frozenset(writes), outputs, state))
-        self._give_back(keep=used | writes)
+            self._record(_Step(func, refs, named, used, writes, outputs, state))
+        self._free(keep=used | writes)
         return result
 
     def part(self, tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        recipe = self._recipe(storage_of(tensor)[0])
+        key, _ = storage_of(tensor)
+        recipe = self._recipe(key)
         if recipe is not None and recipe.shape == tensor.shape and tensor.is_contiguous():
             return recipe.part(offsets, sizes)
-        key, _ = storage_of(tensor)
         if key in self._storages:
             self._bring_back(key)
-            self._give_back(keep={key})
+            self._free(keep={key})
         return tensor[rectangle(offsets, sizes)]
 
     def _can_wait(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -119,14 +119,12 @@ class _Outline(TorchDispatchMode):
         if not args or not isinstance(args[0], Tensor):
             return False
         key = storage_of(args[0])[0]
-        if key not in self._storages:
-            return False
-        if written_arguments(func) != (0,) or any(True for _ in _tensors((args[1:], kwargs))):
+        if key not in self._storages or written_arguments(func) != (0,) or tensors_in((args[1:], kwargs)):
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return "generator" in names_of_arguments(func) and kwargs.get("generator") is None
         # A tensor that has its values is changed at once.
-        return name_of(func) in ELEMENTWISE and (key not in self._resident or name_of(func) in CONSTANT)
+        return name_of(func) in _ELEMENTWISE and (key not in self._resident or name_of(func) in _CONSTANT)
 
     def _postpone(self, func: Any, args: Any, kwargs: Any) -> None:
         ref = self._refer(args[0])
@@ -134,9 +132,8 @@ class _Outline(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             stream, self._tiles = self._tiles, self._tiles + Grid.of(ref.size).count
         is_full = args[0].numel() == self._lengths[ref.key][0] and args[0].is_contiguous()
-        fills = ref.key if is_full and (stream is not None or name_of(func) in CONSTANT) else None
-        only = frozenset({ref.key})
-        self._record(_Step(func, (ref, *args[1:]), kwargs, only, only, (None,), None, stream, fills))
+        fills = ref.key if is_full and (stream is not None or name_of(func) in _CONSTANT) else None
+        self._record(_Step(func, (ref, *args[1:]), kwargs, {ref.key}, {ref.key}, (None,), None, stream, fills))
         self._storages[ref.key].resize_(0)
         self._resident.pop(ref.key, None)
 
@@ -168,7 +165,7 @@ class _Outline(TorchDispatchMode):
         self._resident[key] = storage.nbytes()
         return self._refer(tensor)
 
-    def _give_back(self, keep: set[int]) -> None:
+    def _free(self, keep: set[int]) -> None:
         for key in list(self._resident):
             if sum(self._resident.values()) <= self._budget_bytes:
                 return
@@ -197,9 +194,7 @@ class _Outline(TorchDispatchMode):
                 # What was in a storage before all of it is filled is not needed.
                 needed = needed - {step.fills} if step.fills is not None else needed | step.reads
                 involved |= needed
-        memory = {
-            key: torch.empty(length, dtype=dtype) for key, (length, dtype) in self._lengths.items() if key in involved
-        }
+        memory = {key: torch.empty(self._lengths[key][0], dtype=self._lengths[key][1]) for key in involved}
 
         def real(value: Any) -> Any:
             return value.of(memory[value.key]) if isinstance(value, _Ref) else value
@@ -248,7 +243,7 @@ class DeferredModel:
     Args:
         model: as built under `torch.device("meta")`, before anything changes it.
         seed: of large tensors, which are drawn by tiles. None: all have the values of transformers, and the CPU's
-            generator goes on as if the model had been built with memory.
+            generator advances as if the model had been built with memory.
         budget_bytes: memory for full parameters that were used last; None: BUDGET_BYTES.
     """
 
@@ -281,10 +276,9 @@ class DeferredModel:
         finally:
             torch.set_default_dtype(dtype)
         self._values = dict(_named(built))
-        expected = {name: (p.shape, p.dtype) for name, p in self._values.items()}
-        found = {name: (p.shape, p.dtype) for name, p in _named(model)}
+        expected, found = ({(name, p.shape, p.dtype) for name, p in _named(each)} for each in (built, model))
         if expected != found:
-            name = next(iter(sorted(expected.items() ^ found.items(), key=lambda item: item[0])))[0]
+            name = min(each[0] for each in expected ^ found)
             raise ModelError(
                 f"the model on the meta device is not what its configuration gives: {name} differs. Change the "
                 f"configuration instead, or build the model without `torch.device('meta')`."
@@ -299,12 +293,11 @@ class DeferredModel:
 
 def _as_fill(step: _Step, shape: tuple[int, ...]) -> Fill | None:
     """Return a recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
-    args = step.args[1:]
-    if (step.stream is None and name_of(step.operator) not in ELEMENTWISE) or step.generator is not None:
+    args, target = step.args[1:], step.args[0]
+    if (step.stream is None and name_of(step.operator) not in _ELEMENTWISE) or step.generator is not None:
         return None
     if any(isinstance(each, Tensor | _Ref) for each in _leaves((args, step.kwargs))):
         return None
-    target: _Ref = step.args[0]
     if tuple(target.stride) != torch.empty(target.size, device="meta").stride():
         return None
     if tuple(target.size) == shape:
@@ -322,7 +315,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _map(change: Any, value: Any) -> Any:
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_map(change, each) for each in value)
     if isinstance(value, dict):
@@ -330,16 +323,10 @@ def _map(change: Any, value: Any) -> Any:
     return change(value)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if not isinstance(value, tuple | list | dict):
-        yield value
-        return
-    for each in value.values() if isinstance(value, dict) else value:
-        yield from _leaves(each)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (each for each in _leaves(value) if isinstance(each, Tensor))
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _map(found.append, value)
+    return found
 
 
 def _sequence(result: Any) -> tuple[Any, ...]:

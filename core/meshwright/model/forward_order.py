@@ -65,10 +65,9 @@ class WeightGradients:
     @contextmanager
     def collecting(self) -> Iterator[list[Callable[[], None]]]:
         """Defer weight gradients in a backward; yields the list of functions to call, once and in order, for them."""
-        collected: list[Callable[[], None]] = []
-        self.collected = collected
+        self.collected = []
         try:
-            yield collected
+            yield self.collected
         finally:
             self.collected = None
 
@@ -121,19 +120,14 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad @ weight if needs_x else None
 
-        def of_weight() -> Tensor:
-            return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-        def of_bias() -> Tensor:
-            return grad.flatten(0, -2).sum(0)
+        def gradients() -> tuple[Tensor | None, Tensor | None]:
+            of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
+            return of_weight, grad.flatten(0, -2).sum(0) if needs_bias else None
 
         def later() -> None:
             # Through autograd, so that hooks on these gradients run.
-            if needs_weight:
-                torch.autograd.backward(ctx.weights[0], of_weight())
-            if needs_bias:
-                torch.autograd.backward(ctx.weights[1], of_bias())
+            for parameter, gradient in zip(ctx.weights, gradients(), strict=True):
+                if gradient is not None:
+                    torch.autograd.backward(parameter, gradient)
 
-        if ctx.put_off(later):
-            return grad_x, None, None, None
-        return grad_x, of_weight() if needs_weight else None, of_bias() if needs_bias else None, None
+        return (grad_x, None, None, None) if ctx.put_off(later) else (grad_x, *gradients(), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,11 @@ EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Names are fully qualified names in the unwrapped Hugging Face model."""
+    """Fully qualified names in the unwrapped Hugging Face model."""
 
     stacks: tuple[tuple[str, ...], ...]
     """The stacks of blocks, each a tuple of module names in the order in which they run."""
     embedding: str | None
-    """The token embedding."""
     head: str | None
     """The output projection onto the vocabulary."""
     tied: tuple[tuple[str, ...], ...]
@@ -33,7 +33,6 @@ class ModelLayout:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The blocks of all stacks."""
         return tuple(block for stack in self.stacks for block in stack)
 
     def part_of(self, name: str) -> str:
@@ -56,24 +55,22 @@ def layout_by_structure(model: nn.Module) -> ModelLayout:
     A stack is an outermost ModuleList whose members have submodules: lists inside a block (experts) and of plain layers
     are none. Members without parameters are passed over: blocks that a stage of a pipeline does not hold.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    by_identity: dict[int, list[str]] = {}
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), []).append(name)
+        groups.setdefault(parameter, []).append(name)
+
+    def named(accessor: str) -> str | None:
+        with suppress(NotImplementedError, AttributeError):
+            return names.get(getattr(model, accessor)())
+        return None
+
     return ModelLayout(
         stacks=tuple(_stacks(model, "")),
-        embedding=names.get(id(_accessor(model, "get_input_embeddings"))),
-        head=names.get(id(_accessor(model, "get_output_embeddings"))),
-        tied=tuple(tuple(group) for group in by_identity.values() if len(group) > 1),
+        embedding=named("get_input_embeddings"),
+        head=named("get_output_embeddings"),
+        tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
     )
-
-
-def _accessor(model: nn.Module, name: str) -> nn.Module | None:
-    method = getattr(model, name, None)
-    try:
-        return method() if callable(method) else None
-    except (NotImplementedError, AttributeError):
-        return None
 
 
 def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
@@ -84,9 +81,6 @@ def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
             yield tuple(f"{prefix}{name}.{index}" for index, _ in members)
         else:
             yield from _stacks(child, f"{prefix}{name}.")
-
-
-# -- size
 
 
 @dataclass(frozen=True)
@@ -100,15 +94,12 @@ class ModelSize:
 
 def model_size(model: nn.Module) -> ModelSize:
     parameters = list(model.parameters())
-    return ModelSize(
-        parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        bytes_per_element=parameters[0].element_size() if parameters else 0,
-    )
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    width = parameters[0].element_size() if parameters else 0
+    return ModelSize(sum(p.numel() for p in parameters), trainable, width)
 
 
 def check_elements(model: nn.Module) -> None:
-    """Refuse trainable parameters without elements: their gradients cannot be sharded."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() == 0:
             raise ModelError(
@@ -126,29 +117,21 @@ def set_tied(config: Any, is_tied: bool) -> None:
 
 
 def note_ties(model: nn.Module) -> None:
-    """Set `tie_word_embeddings` in a model's configuration to what its modules are, in place.
-
-    Files and code may tie or untie a head. If only some of several ties hold, the configuration is unchanged.
-    """
+    """Set `tie_word_embeddings` in a configuration to what the modules are, unless only some of several are tied."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "get_expanded_tied_weights_keys") or not hasattr(base.config, "tie_word_embeddings"):
+    config: Any = base.config if hasattr(base, "get_expanded_tied_weights_keys") else None
+    if not hasattr(config, "tie_word_embeddings"):
         return
-    wanted = not base.config.tie_word_embeddings
-    pairs = _ties(base)
-    if pairs and all(is_one is wanted for is_one in pairs):
-        set_tied(base.config, wanted)
-        base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
-
-
-def _ties(model: Any) -> list[bool]:
-    """For each pair of weights that the class ties if its configuration says so: whether they are one parameter."""
-    config = model.config
-    tied = copy.deepcopy(config)
+    tied, wanted = copy.deepcopy(config), not config.tie_word_embeddings
     set_tied(tied, True)
     try:
-        model.config = tied
-        pairs = model.get_expanded_tied_weights_keys(all_submodels=False)
+        # Pairs of weights that the class ties if its configuration says so.
+        base.config = tied
+        pairs = base.get_expanded_tied_weights_keys(all_submodels=False)
     finally:
-        model.config = config
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return [named[name] is named[other] for name, other in pairs.items() if name in named and other in named]
+        base.config = config
+    named = dict(base.named_parameters(remove_duplicate=False))
+    are_one = [named[name] is named[other] for name, other in pairs.items() if name in named and other in named]
+    if are_one and all(is_one is wanted for is_one in are_one):
+        set_tied(config, wanted)
+        base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

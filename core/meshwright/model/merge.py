@@ -1,9 +1,9 @@
 """The parameters of a base model with its adapters merged into them, one after the other, in bounded memory.
 
-Each layer that is wrapped is merged by peft's own code, alone: a copy of its wrapper without memory gets the full
-tensors of this layer, and gives the base's. So the result is that of `merge_and_unload`, bit for bit, for whatever peft
-can merge, and takes the memory of one layer and of what is added to it. But of two tied weights of which one is
-adapted, both are given, as the adapted model computes with them; `merge_and_unload` adds the change to both.
+peft's own code merges each wrapped layer alone: a copy of its wrapper without memory gets the full tensors of this
+layer, and gives the base's. So the result is that of `merge_and_unload`, bit for bit, in the memory of one layer. But
+of two tied weights of which one is adapted, both are given, as the adapted model computes with them;
+`merge_and_unload` adds the change to both.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ Adapters: TypeAlias = Literal["apart", "merged"]
 
 
 class Merging:
-    """How the adapters of one model, those that are active now, are merged.
-
-    Made before the model is sharded; it may be on the meta device. `names` are those of the parameters that are needed,
-    as the adapted model has them and in its order.
-    """
+    """How the active adapters of a model are merged, made before sharding; `names` are of the parameters needed."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = dict(wrappers(model, outermost=True))
         # Without memory; what is tied stays so.
-        empty = {
+        empty: dict[int, Any] = {
             id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
             for each in model.parameters()
         }
-        self._layers: dict[str, Any] = copy.deepcopy(layers, dict(empty))
+        self._layers: dict[str, Any] = copy.deepcopy(layers, empty)
         first: dict[int, str] = {}
         everywhere = dict(model.named_parameters(remove_duplicate=False))
         self._first = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
         # Heads that merging leaves tied to the embedding.
         self._alike = merged_alike(model)
         self._of_layer = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
-        self._groups = self._joined()
+        # Layers that need the same parameters are merged together.
+        self._groups: list[list[str]] = []
+        for path in self._layers:
+            needed = set(self._needed([path]))
+            meeting = [group for group in self._groups if needed & set(self._needed(group))]
+            apart = [group for group in self._groups if group not in meeting]
+            self._groups = [*apart, [*(each for group in meeting for each in group), path]]
         self._group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
         copies = active_copies(model)
         self.names = tuple(
@@ -68,15 +70,6 @@ class Merging:
                 for merged, value in self._made(self._groups[index], waiting.pop(index)):
                     yield merged, _converted(value, dtype)
                 del have
-
-    def _joined(self) -> list[list[str]]:
-        groups: list[list[str]] = []
-        for path in self._layers:
-            needed = set(self._needed([path]))
-            meeting = [group for group in groups if needed & set(self._needed(group))]
-            groups = [group for group in groups if group not in meeting]
-            groups.append([*(each for group in meeting for each in group), path])
-        return groups
 
     def _needed(self, group: list[str]) -> list[str]:
         return list(dict.fromkeys(self._first[name] for name, path in self._of_layer.items() if path in group))
@@ -108,15 +101,12 @@ def merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]) -> n
 
 
 class Holder(Protocol):
-    """What of a manager is needed to give its parameters."""
-
     mesh: Mesh
 
     def parameter_pieces(self) -> Held: ...
 
 
 def merging_of(model: nn.Module) -> Merging | None:
-    """Return how a model's adapters are merged; None: it has none."""
     return Merging(model) if is_adapted(model) else None
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,8 +52,7 @@ class Source(Protocol):
         """Return the rectangle of `sizes` at `offsets`, on the CPU; not to be written to."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     file: Any
     path: Path
     key: str
@@ -85,11 +83,11 @@ def rectangle(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]
 def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: bool = False) -> dict[str, Source]:
     """Return the tensors in a directory's weight files by key; `also` names further files, if they exist."""
     extra = [directory / name for name in also if (directory / name).is_file()]
-    if (directory / SAFETENSORS).is_file():
-        return _open_all([directory / SAFETENSORS, *extra])
-    if (directory / SAFETENSORS_INDEX).is_file():
-        index = _read_index(directory / SAFETENSORS_INDEX)
-        found = _open_all([*_files_of(index, directory, SAFETENSORS_INDEX), *extra])
+    is_one, is_indexed = (directory / SAFETENSORS).is_file(), (directory / SAFETENSORS_INDEX).is_file()
+    if is_one or is_indexed:
+        index = {} if is_one else _read_index(directory / SAFETENSORS_INDEX)
+        files = [directory / SAFETENSORS] if is_one else _files_of(index, directory, SAFETENSORS_INDEX)
+        found = {key: each for path in [*files, *extra] for key, each in open_safetensors(path).items()}
         lost = sorted(index.keys() - found.keys())
         if lost:
             raise ModelError(
@@ -97,10 +95,8 @@ def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: b
                 f"{', '.join(lost[:3])} should be in {index[lost[0]]}. Write or download the directory again."
             )
         return found
-    pickles: list[Path] = []
-    if (directory / PICKLE).is_file():
-        pickles = [directory / PICKLE]
-    elif (directory / PICKLE_INDEX).is_file():
+    pickles = [directory / PICKLE] if (directory / PICKLE).is_file() else []
+    if not pickles and (directory / PICKLE_INDEX).is_file():
         pickles = _files_of(_read_index(directory / PICKLE_INDEX), directory, PICKLE_INDEX)
     if not pickles:
         raise ModelError(
@@ -113,10 +109,6 @@ def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: b
             f"for it. Convert them with `model.save_pretrained(...)`, or set allow_pickle=True if you trust the files."
         )
     return {key: value for path in pickles for key, value in _open_pickle(path).items()}
-
-
-def _open_all(paths: Sequence[Path]) -> dict[str, Source]:
-    return {key: value for path in paths for key, value in open_safetensors(path).items()}
 
 
 def open_safetensors(path: Path) -> dict[str, Source]:
@@ -186,27 +178,33 @@ def _open_pickle(path: Path) -> dict[str, Source]:
 GENERATION_CONFIG = "generation_config.json"
 MAX_FILE_BYTES = 1 << 28
 
-_COPIED = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.py"),
-    *("license*", "licence*", "copying*", "copyright*", "notice*", "use_policy*", "additional_chat_templates/*.jinja"),
-)
-_LEFT_OUT = (
-    *("config.json", GENERATION_CONFIG, "adapter_config.json", "meshwright_base.json", "*.index.json"),
-    *("*_results.json", "trainer_state.json", "requirements*.txt"),
-)
-_VOCABULARIES = (
-    *("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken", "*.vocab", "*.bpe"),
-)
-_FURTHER = (*_VOCABULARIES, "merges.txt")
-_OF_TOKENIZER = (
-    *(*_FURTHER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "additional_chat_templates/*"),
-)
+_COPIED = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.py"]
+_COPIED += ["additional_chat_templates/*.jinja", "license*", "licence*", "copying*", "copyright*", "notice*"]
+_COPIED += ["use_policy*"]
+_LEFT_OUT = ["config.json", GENERATION_CONFIG, "adapter_config.json", "meshwright_base.json", "*.index.json"]
+_LEFT_OUT += ["*_results.json", "trainer_state.json", "requirements*.txt"]
+_VOCABULARIES = ["tokenizer.json", "vocab.json", "vocab.txt", "tekken.json"]
+_VOCABULARIES += ["*.model", "*.tiktoken", "*.vocab", "*.bpe"]
+_FURTHER = [*_VOCABULARIES, "merges.txt"]
+_OF_TOKENIZER = [*_FURTHER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+_OF_TOKENIZER += ["chat_template.jinja", "additional_chat_templates/*"]
 
 
 def note_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
     """Read the files besides the weights, keep them with the model, and return remarks on those that are left out."""
-    _read_generation_config(model, directory)
+    generation = directory / GENERATION_CONFIG
+    if generation.is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        try:
+            read_json_object(generation)
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:
+            # transformers raises whatever its values meet.
+            raise ModelError(
+                f"{generation} is no generation configuration: {reason(error)}. Mend it, or remove it: it is not "
+                f"needed."
+            ) from error
     # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.
     allowed = {directory.resolve(), (directory / "config.json").resolve().parent}
     remarks: list[str] = []
@@ -236,7 +234,9 @@ def without_replaced(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> di
     kept = {name: content for name, content in files.items() if name not in new}
     if not any(_matches(name, _VOCABULARIES) for name in new):
         return kept
-    further = _FURTHER if _same_vocabulary(files, new) else ()
+    both = sorted(files.keys() & new.keys(), key=lambda each: (each != "tokenizer.json", each))
+    shared = next((each for each in both if _matches(each, _VOCABULARIES)), None)
+    further = _FURTHER if shared is not None and _tokens(files[shared]) == _tokens(new[shared]) else ()
     return {name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _OF_TOKENIZER)}
 
 
@@ -256,31 +256,10 @@ def generation_json(config: Any) -> bytes:
     return (config.to_json_string() + "\n").encode()
 
 
-def _read_generation_config(model: nn.Module, directory: Path) -> None:
-    from transformers import GenerationConfig
-
-    path = directory / GENERATION_CONFIG
-    if path.is_file() and hasattr(model, "generation_config"):
-        try:
-            read_json_object(path)
-            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-        except Exception as error:
-            # transformers raises whatever its values meet.
-            raise ModelError(
-                f"{path} is no generation configuration: {reason(error)}. Mend it, or remove it: it is not needed."
-            ) from error
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name matches a pattern, regardless of case; `*` matches no `/`."""
     folded = name.casefold()
     return any(fnmatchcase(folded, pattern) and folded.count("/") == pattern.count("/") for pattern in patterns)
-
-
-def _same_vocabulary(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> bool:
-    both = sorted(files.keys() & new.keys(), key=lambda each: (each != "tokenizer.json", each))
-    name = next((each for each in both if _matches(each, _VOCABULARIES)), None)
-    return name is not None and _tokens(files[name]) == _tokens(new[name])
 
 
 def _tokens(content: bytes) -> object:

@@ -11,9 +11,9 @@ Source: torch.autograd.graph.save_on_cpu, which copies each saved view by itself
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,9 @@ class _Call:
         stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
         hidden = hidden_in(given)
         stays += [each for each in tensors_with_memory(given) if each is not hidden]
-        # Held, so that no other memory gets the same identity.
-        self._stays = {id(storage): storage for storage in map(storage_in, stays)}
-        self._moved: dict[tuple[int, int], tuple[Callable[[], Any], _Moved | None]] = {}
+        self._stays = set(map(storage_in, stays))
+        # By autograd's count of writes.
+        self._moved: WeakKeyDictionary[torch.UntypedStorage, dict[int, _Moved]] = WeakKeyDictionary()
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd holds in the place of a tensor: a function that gives it back."""
@@ -67,53 +67,49 @@ class _Call:
         if stays or self._keeps(storage) or storage.nbytes() % tensor.itemsize:
             kept = tensor.detach() if tensor.grad_fn is not None else tensor
             return lambda: kept
-        return _View(self._move(tensor, version_of(tensor)), tensor)
+        moved, version = self._moved.setdefault(storage, {}), version_of(tensor)
+        if version not in moved:
+            count = storage.nbytes() // tensor.itemsize
+            moved[version] = _Moved(self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8))
+        return moved[version].view(tensor)
 
     def _keeps(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage stays; that of parameters may have been gathered since the call began."""
-        if id(storage) not in self._stays and is_parameter_of(self._block, storage):
-            self._stays[id(storage)] = storage
-        return id(storage) in self._stays
-
-    def _move(self, tensor: Tensor, version: int) -> _Moved:
-        storage = tensor.untyped_storage()
-        known, moved = self._moved.get((id(storage), version), (lambda: None, None))
-        if moved is None or known() is not storage:
-            count = storage.nbytes() // tensor.itemsize
-            moved = _Moved(self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8))
-            self._moved[id(storage), version] = weakref.ref(storage), moved
-        return moved
+        if storage not in self._stays and is_parameter_of(self._block, storage):
+            self._stays.add(storage)
+        return storage in self._stays
 
 
 class _Moved:
     """A storage of a device, given as a 1-D uint8 tensor, in host memory, with a count of tensors not asked for."""
 
     def __init__(self, blocks: OffloadedBlocks, whole: Tensor) -> None:
-        self.views = 0
-        self._blocks, self._device = blocks, whole.device
+        self._blocks, self._device, self._waiting = blocks, whole.device, 0
         self._host = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=whole.device.type != "cpu")
         self._host.copy_(whole, non_blocking=True)
         self._back: Tensor | None = None
         blocks.bytes_out += whole.numel()
 
-    def back(self) -> Tensor:
-        """The storage on the device, 1-D, uint8, copied once for all views."""
+    def view(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that gives back a tensor in this storage."""
+        self._waiting += 1
+        dtype, place = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        was_asked_for = False
+
+        def back() -> Tensor:
+            nonlocal was_asked_for
+            self._waiting -= not was_asked_for
+            was_asked_for = True
+            return self._storage().view(dtype).as_strided(*place)
+
+        return back
+
+    def _storage(self) -> Tensor:
+        """Return the storage on the device, copied once for all tensors in it."""
         whole = self._back
         if whole is None:
             whole = torch.empty_like(self._host, device=self._device, pin_memory=False)
             whole.copy_(self._host, non_blocking=True)
             self._blocks.bytes_back += whole.numel()
-        self._back = whole if self.views > 0 else None
+        self._back = whole if self._waiting > 0 else None
         return whole
-
-
-class _View:
-    def __init__(self, moved: _Moved, tensor: Tensor) -> None:
-        moved.views += 1
-        self._moved, self._dtype, self._was_asked_for = moved, tensor.dtype, False
-        self._place = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def __call__(self) -> Tensor:
-        self._moved.views -= not self._was_asked_for
-        self._was_asked_for = True
-        return self._moved.back().view(self._dtype).as_strided(*self._place)

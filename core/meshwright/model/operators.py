@@ -11,11 +11,11 @@ Source: Williams et al. 2009, "Roofline".
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,32 @@ from torch.distributed.tensor import DTensor
 
 from .._compat.torch import TorchDispatchMode, arithmetic, draws_random_numbers, is_communication, written_arguments
 from ..tensors.ops import tensors_in
-from .knapsack import Operator, Profile
 
 COMMUNICATION = "communication"
 """Key of all that a block gets from other ranks, which is held together or not at all, the same on all ranks."""
 _PER_BYTE, _PER_BYTE_SENT = 200, 5000
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Something that a block computes and may hold: bytes (at least 1) of its results, cost of recomputing it."""
+
+    key: Hashable
+    bytes: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one call of a block holds and computes; `cost` is that of recomputing all."""
+
+    inputs: int
+    """Bytes of what it is given, which are held in any case."""
+    whole: int
+    """Bytes that it holds besides if nothing is recomputed."""
+    cost: float
+    operators: tuple[Operator, ...]
+    """What may be held; all else is recomputed unless the block is held whole."""
 
 
 @dataclass
@@ -57,8 +78,8 @@ class Recorder(TorchDispatchMode):
         self._seen: list[_Seen] = []
         self._counts: Counter[Any] = Counter()
         # Of each storage that lives: the operator that has made it, or None where it was there before.
-        self._makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
-        self._saved: dict[int, int] = {}
+        self._makers: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
+        self._saved: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._needed = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -80,16 +101,21 @@ class Recorder(TorchDispatchMode):
         operations = arithmetic(func, args, kwargs, result)
         if not torch.is_grad_enabled() and not operations:
             self._gathers.add(func)
-        index = len(self._seen)
         results = list(tensors_with_memory(result))
-        made = sum(self._note(storage_in(tensor), index) for tensor in results)
+        made = sum(self._note(storage_in(tensor), len(self._seen)) for tensor in results)
         moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
         sends = is_communication(func)
         cost = max(operations, (_PER_BYTE_SENT if sends else _PER_BYTE) * moved)
         can_be_held = made > 0 and not draws_random_numbers(func, args, kwargs)
         self._seen.append(_Seen(func, (func, self._counts[func]), made, cost, sends, can_be_held))
         self._counts[func] += 1
-        self._note_writes(func, args, kwargs)
+        # What is written into cannot be held, for the recomputation would write into it again.
+        for where in written_arguments(func):
+            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+            for tensor in tensors_with_memory(value):
+                maker = self._makers[storage_in(tensor)]
+                if maker is not None:
+                    self._seen[maker].can_be_held = False
         return result
 
     def profile(self, inputs: int, hidden: Tensor | None) -> Profile:
@@ -105,8 +131,8 @@ class Recorder(TorchDispatchMode):
         if sent:
             size, cost = sum(each.made for each in sent), sum(each.cost for each in sent)
             operators.append(Operator(COMMUNICATION, max(1, size), cost))
-        whole = sum(size for key, size in self._saved.items() if self._makers[key][1] is not None)
-        if hidden is not None and id(storage_in(hidden)) not in self._saved:
+        whole = sum(size for storage, size in self._saved.items() if self._makers[storage] is not None)
+        if hidden is not None and storage_in(hidden) not in self._saved:
             whole = max(0, whole - storage_in(hidden).nbytes())
         return Profile(inputs, whole, sum(each.cost for each in needed), tuple(operators))
 
@@ -114,32 +140,17 @@ class Recorder(TorchDispatchMode):
         storage = storage_in(tensor)
         self._note(storage, None)
         if not is_parameter_of(self._block, storage):
-            self._saved[id(storage)] = storage.nbytes()
+            self._saved[storage] = storage.nbytes()
         self._needed = len(self._seen)
         # The graph of a result that holds the result itself would never be freed.
         return tensor.detach()
 
     def _note(self, storage: torch.UntypedStorage, maker: int | None) -> int:
         """Return the bytes of a new storage; 0 if it is known."""
-        key = id(storage)
-        if key in self._makers:
+        if storage in self._makers:
             return 0
-        # A live storage keeps its Python object, so the key is free again only when the storage is gone.
-        self._makers[key] = weakref.ref(storage, lambda _: self._forget(key)), maker
+        self._makers[storage] = maker
         return storage.nbytes()
-
-    def _forget(self, key: int) -> None:
-        self._makers.pop(key, None)
-        self._saved.pop(key, None)
-
-    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Mark what is written into: if it were held, it would be written into again in the recomputation."""
-        for where in written_arguments(func):
-            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-            for tensor in tensors_with_memory(value):
-                maker = self._makers[id(storage_in(tensor))][1]
-                if maker is not None:
-                    self._seen[maker].can_be_held = False
 
 
 def tensors_with_memory(value: Any) -> Iterator[Tensor]:
@@ -147,7 +158,7 @@ def tensors_with_memory(value: Any) -> Iterator[Tensor]:
 
 
 def hidden_in(given: Any) -> Tensor | None:
-    """Return the hidden states that a block works on: the first tensor of floating point in what it is given."""
+    """Return the hidden states that a block works on: the first floating-point tensor in what it is given."""
     return next((each for each in tensors_with_memory(given) if each.is_floating_point()), None)
 
 

@@ -25,7 +25,7 @@ from .._compat.transformers import load_state_dict_as_pretrained
 from ..base.errors import ModelError, nearest
 from ..files.parsing import reason
 from ..mesh.world import World
-from .configuration import DTYPE_NAMES, PARALLEL, check_init, checked_dtype_name
+from .configuration import DTYPE_NAMES, INITS, PARALLEL, one_of
 from .drawn_weights import DeferredModel
 from .layout import note_ties
 from .model_files import Held, Source, note_files, open_directory
@@ -42,7 +42,6 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
 _FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
-_PICKLES, _CODE = ["pytorch_model*.bin"], ["*.py"]
 
 
 def find_directory(
@@ -57,7 +56,7 @@ def find_directory(
             f"{str(path)!r} is not a directory. Give a local Hugging Face model directory, or a hub id such as "
             f"'Qwen/Qwen3-0.6B'."
         )
-    # What begins with a directory of the user is a path of the user, and no model of the hub may take its place.
+    # What begins with a directory of the user is a path, and no model of the hub may take its place.
     above = directory.parent
     if above != Path(".") and above.is_dir():
         raise ModelError(
@@ -67,12 +66,9 @@ def find_directory(
         )
     from huggingface_hub import snapshot_download
 
+    patterns = [*_FILES, *["pytorch_model*.bin"] * allow_pickle, *["*.py"] * code]
     download = functools.partial(
-        snapshot_download,
-        path,
-        revision=revision,
-        allow_patterns=_FILES + (_PICKLES if allow_pickle else []) + (_CODE if code else []),
-        ignore_patterns=["*/*"],
+        snapshot_download, path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
     )
     try:
         return Path(download())
@@ -96,23 +92,18 @@ def find_on_all(
 ) -> Path:
     """Call `find_directory` on all ranks: the same commit of the hub, downloaded once on each node. Collective."""
 
-    def find(at: str | None) -> Path:
-        return find_directory(path, revision=at, allow_pickle=allow_pickle, code=code)
-
-    commit = world.from_first(lambda: commit_of(path, find(revision)))
+    find = functools.partial(find_directory, path, allow_pickle=allow_pickle, code=code)
+    commit = world.from_first(lambda: commit_of(path, find(revision=revision)))
     if commit is not None:
         # Further nodes have caches of their own; the ranks of one share it.
-        world.together(lambda: find(commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
-    return world.together(lambda: find(commit or revision))
+        world.together(lambda: find(revision=commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+    return world.together(lambda: find(revision=commit or revision))
 
 
 def commit_of(path: str | Path, found: Path) -> str | None:
     """Return the commit that `find_directory` has found in the hub's cache; None of a directory of the user."""
     is_own = Path(path).expanduser().is_dir()
     return found.name if not is_own and _COMMIT.fullmatch(found.name) else None
-
-
-# -- a directory
 
 
 class PretrainedWeights:
@@ -122,11 +113,7 @@ class PretrainedWeights:
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, Source],
-        directory: Path,
-        remarks: tuple[str, ...] = (),
-        missing: tuple[str, ...] = (),
+        self, sources: Mapping[str, Source], directory: Path, remarks: tuple[str, ...], missing: tuple[str, ...]
     ) -> None:
         self._sources, self._directory = sources, directory
         self.remarks, self.missing = remarks, missing
@@ -148,10 +135,10 @@ class PretrainedWeights:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         source = self._source(name)
         whole = tuple(source.shape)
-        if not len(offsets) == len(sizes) == len(whole) or any(
-            offset < 0 or size < 0 or offset + size > length
-            for offset, size, length in zip(offsets, sizes, whole, strict=True)
-        ):
+        is_inside = len(offsets) == len(sizes) == len(whole) and all(
+            0 <= offset <= offset + size <= length for offset, size, length in zip(offsets, sizes, whole, strict=True)
+        )
+        if not is_inside:
             raise ModelError(
                 f"no rectangle of {name}, whose shape is {whole}: offsets={tuple(offsets)}, sizes={tuple(sizes)}."
             )
@@ -168,12 +155,9 @@ def open_pretrained(
 ) -> tuple[nn.Module, PretrainedWeights]:
     """Make the model of a directory with its parameters on the meta device, and a reader of their values.
 
-    Buffers have their values: those that the model computes are computed, those that it saves are read.
-
-    Args:
-        dtype: of the parameters; None takes the configuration's, or that of the files where it has none. Parts that the
-            model keeps in float32 stay so.
-        seed: of the values that the model gives to weights which the directory lacks, equal on every rank.
+    Buffers have their values: those that the model computes are computed, those that it saves are read. `dtype` is that
+    of the parameters, except those that the model keeps in float32; None takes the configuration's, or that of the
+    files where it has none. `seed` is of the values of weights which the directory lacks, equal on every rank.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
@@ -194,8 +178,8 @@ def open_pretrained(
         try:
             model, found = load_state_dict_as_pretrained(copy.deepcopy(config), recorded, dtype or "auto")
         except Exception as error:
-            # Each model class checks its configuration, and each conversion its sources, with errors of all kinds.
-            # Reasons of conversions come from the report that transformers logs, without its tracebacks.
+            # Model classes and conversions raise errors of all kinds. transformers logs a report with the reasons of
+            # conversions.
             pairs = re.findall(r"^(.+)\nError: (.+)$", "\n".join(report), re.MULTILINE)
             why = "".join(f"\n  {where}: {cause}" for cause, where in pairs[:NAMED])
             raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{why}") from error
@@ -221,15 +205,12 @@ def _captured_report() -> Iterator[list[str]]:
     from transformers.utils import logging as transformers_logging
 
     lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))
-
+    keep = logging.Handler(logging.WARNING)
+    keep.emit = lambda record: lines.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
     bars = transformers_logging.is_progress_bar_enabled()
-    logger.handlers[:], logger.propagate = [Keep(logging.WARNING)], False
+    logger.handlers[:], logger.propagate = [keep], False
     logger.setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     try:
@@ -282,10 +263,10 @@ def build_model(
         if directory is not None:
             note_files(model, directory)
         return model, values
-    path = directory or Path(section["path"]).expanduser()
-    allow_pickle = bool(section.get("allow_pickle", False))
-    wanted = dtype or dtype_of(section)
-    model, weights = open_pretrained(path, config, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
+    path, allow_pickle = directory or Path(section["path"]).expanduser(), bool(section.get("allow_pickle", False))
+    model, weights = open_pretrained(
+        path, config, dtype=dtype or dtype_of(section), allow_pickle=allow_pickle, seed=seed
+    )
     if weights.missing:
         raise ModelError(
             f"model.path={section['path']!r} lacks {len(weights.missing)} weights of the model, which would start at "
@@ -317,7 +298,7 @@ def new_model_on_meta(
     With init="parallel" each rank draws what it holds, and every layout the same; "as_transformers" gives the values of
     `new_model`, bit for bit. A few classes read values while they are built: such a model has its values, and None.
     """
-    check_init(init, "init")
+    one_of(INITS, init, "init")
     with torch.device("meta"):
         model = new_model(config, dtype, seed)
     torch.manual_seed(seed)
@@ -328,9 +309,9 @@ def new_model_on_meta(
 
 
 def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
-    return DTYPES[checked_dtype_name(section.get("dtype", "float32"), "model.dtype")]
+    return DTYPES[one_of(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")]
 
 
 def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype of parameters, given by itself or by its name; None stays None."""
-    return None if value is None else DTYPES[checked_dtype_name(str(value).removeprefix("torch."), "dtype")]
+    return None if value is None else DTYPES[one_of(DTYPE_NAMES, str(value).removeprefix("torch."), "dtype")]

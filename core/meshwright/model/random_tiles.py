@@ -4,12 +4,12 @@
 elements (or as many in another form, where it is narrower, or has one dim). The random operators that fill it run on
 one tile at a time, each with a generator that is seeded for the tile and the operator. So a value depends on the seed,
 the operator's number and its place in the tensor, and not on which other values are drawn, by whom, and on how many
-threads. What is drawn too much lies within the tiles at the edges of a part.
+threads. Only within the tiles at the edges of a part is too much drawn.
 
-[Note: streams] Tiles of all operators of a model are numbered one after another. torch seeds its CPU generator, a
-Mersenne Twister, with 32 bits, so hashes of (seed, operator, tile) would meet after some 65,000 tiles. Numbers that
-follow one another do not; a bijective mixing function of 32 bits spreads them. A model may have 2**32 tiles, 2.8e14
-values. torch has no counter-based generator (Philox) on a CPU, and numpy's may change between versions.
+[Note: streams] Tiles of all operators of a model are numbered consecutively. torch seeds its CPU generator, a Mersenne
+Twister, with 32 bits, so hashes of (seed, operator, tile) would collide after some 65,000 tiles. Consecutive numbers do
+not; a bijective mixing function of 32 bits spreads them. A model may have 2**32 tiles, 2.8e14 values. torch has no
+counter-based generator (Philox) on a CPU, and numpy's may change between versions.
 Source: the finalizer of MurmurHash3 (Austin Appleby, public domain).
 """
 
@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +40,14 @@ class Grid:
 
     rows: int
     columns: int
+    tile_rows: int
+    tile_columns: int
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Grid:
-        return cls(math.prod(shape[:-1]), shape[-1] if shape else 1)
-
-    @property
-    def tile_columns(self) -> int:
-        return max(1, min(self.columns, TILE_ELEMENTS if self.rows == 1 else TILE_COLUMNS))
-
-    @property
-    def tile_rows(self) -> int:
-        return max(1, TILE_ELEMENTS // self.tile_columns)
+        rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
+        tile_columns = max(1, min(columns, TILE_ELEMENTS if rows == 1 else TILE_COLUMNS))
+        return cls(rows, columns, max(1, TILE_ELEMENTS // tile_columns), tile_columns)
 
     @property
     def count(self) -> int:
@@ -109,15 +106,17 @@ class Recipe:
 
         def draw(job: tuple[Tile, slice, int]) -> None:
             tile, rows, before = job
-            values = self._tile(tile)
             top, bottom = max(tile.rows.start, rows.start), min(tile.rows.stop, rows.stop)
             left, right = max(tile.columns.start, columns.start), min(tile.columns.stop, columns.stop)
-            drawn = values[top - tile.rows.start : bottom - tile.rows.start]
-            drawn = drawn[:, left - tile.columns.start : right - tile.columns.start]
-            begin = before + top - rows.start
-            flat[begin : begin + bottom - top, left - columns.start : right - columns.start] = drawn
+            down, across = tile.rows.start, tile.columns.start
+            begin, drawn = before + top - rows.start, self._tile(tile)[top - down : bottom - down]
+            target = flat[begin : begin + bottom - top, left - columns.start : right - columns.start]
+            target.copy_(drawn[:, left - across : right - across])
 
-        _on_threads(draw, jobs)
+        # On as many threads as torch has; torch releases Python's lock while an operator runs.
+        threads = min(torch.get_num_threads(), len(jobs))
+        with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as workers:
+            deque(map(draw, jobs) if workers is None else workers.map(draw, jobs), maxlen=0)
         return found
 
     def _tile(self, tile: Tile) -> Tensor:
@@ -167,13 +166,3 @@ def _mixed(value: int) -> int:
     value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _BITS
     value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _BITS
     return value ^ (value >> 16)
-
-
-def _on_threads(work: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Do all jobs, on as many threads as torch has; torch releases Python's lock while an operator runs."""
-    threads = min(torch.get_num_threads(), len(jobs))
-    if threads < 2:
-        deque(map(work, jobs), maxlen=0)
-    else:
-        with ThreadPoolExecutor(threads) as workers:
-            deque(workers.map(work, jobs), maxlen=0)

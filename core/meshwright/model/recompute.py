@@ -1,20 +1,16 @@
 """Recompute activations of blocks in backward instead of holding them, and compile blocks.
 
-[Note: instance forwards] A block keeps its class, its name and its hooks: only `block.forward`, as an attribute of the
+[Note: instance forwards] A block keeps its class, name and hooks: only `block.forward`, as an attribute of the
 instance, is replaced. So no parameter gets another name, hooks of sharding run around the recomputation and not in it,
 and what wraps later (compile, then sharding) wraps this.
 
-[Note: no cache] A block that fills a key-value cache fills it again when it is recomputed. transformers fills one by
-default, also in training, where nobody reads it. So a checkpointed block gets None in its place, as under
-transformers' own checkpointing; a cache that holds tokens already is refused.
+[Note: no cache] A recomputed block would fill a key-value cache twice. transformers fills one by default, also in
+training, where nobody reads it. So a checkpointed block gets None in its place, as under transformers' own
+checkpointing; a cache that holds tokens already is refused.
 
 "full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
-matrix product, all of attention, and results of collectives. A budget is divided in `budget`; host memory is used in
-`offload`.
+matrix product, all of attention, and results of collectives.
 Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
-
-Blocks of one stack are alike, so one compilation serves many ("regional compilation"), and sharding gathers and frees
-between them as without compile.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
@@ -39,17 +35,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._compat.torch import (
     TorchDispatchMode,
     compiled,
+    compiles_attention_in_float64,
     draws_random_numbers,
     is_attention,
     is_choice,
     is_communication,
     is_matrix_product,
 )
-from .._compat.torch_versions import compiles_attention_in_float64
 from ..base.errors import ConfigError, ModelError, StrategyError
 from .activation_options import ActivationCheckpointing, ActivationOptions, recompute_option_text
 from .budget import BudgetedBlocks
-from .forward_order import Layer, put_around
+from .forward_order import ForwardMethod, Layer, put_around
 from .layout import ModelLayout
 from .offload import OffloadedBlocks
 
@@ -87,32 +83,31 @@ def checkpoint_blocks(
             "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
             "model_layout."
         )
-    held = None
+    held: BudgetedBlocks | OffloadedBlocks | None = None
     if isinstance(mode, ActivationOptions):
         held = OffloadedBlocks() if mode.budget_gb is None else BudgetedBlocks(mode.budget_gb)
     keeping: list[Contexts] = [_keeping_contexts] * keep_choices
+
+    def recompute(original: ForwardMethod, contexts: Contexts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return _checkpointed([contexts, *keeping], original, args, kwargs)
+
     # One block may stand in several places.
-    for block in dict.fromkeys(model.get_submodule(name) for name in layout.blocks):
+    for block in dict.fromkeys(map(model.get_submodule, layout.blocks)):
         if held is None:
             contexts = [_selective_contexts] * (mode == "selective") + keeping
             wrap = functools.partial(_recomputed, block, contexts)
         elif isinstance(held, BudgetedBlocks):
-            wrap = functools.partial(held.put_around, block, functools.partial(_again, keeping))
+            wrap = functools.partial(held.put_around, block, recompute)
         else:
             wrap = functools.partial(held.put_around, block)
         put_around(block, Layer.RECOMPUTED, wrap)
         put_around(block, Layer.RECOMPUTED, functools.partial(_without_cache, block))
-    _refuse_filled_caches(model, layout.blocks)
-    return held
-
-
-def _refuse_filled_caches(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Refuse a cache that holds tokens, where it enters the model; see [Note: no cache]."""
-    transformers = sys.modules.get("transformers")
-    parents = {name[:index] for name in blocks for index, letter in enumerate(name) if letter == "."} | {""}
+    # Caches are refused where they enter the model; see [Note: no cache].
+    parents = {name[:index] for name in layout.blocks for index, letter in enumerate(name) if letter == "."} | {""}
     for module in map(model.get_submodule, parents):
-        if transformers is not None and isinstance(module, transformers.PreTrainedModel):
+        if _is_of_transformers(module, "PreTrainedModel"):
             module.register_forward_pre_hook(_refuse_filled, with_kwargs=True)
+    return held
 
 
 def _refuse_filled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,7 +123,7 @@ def _refuse_filled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                     )
 
 
-def _without_cache(block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_cache(block: nn.Module, original: ForwardMethod) -> ForwardMethod:
     """Let a block take no key-value cache while it trains; see [Note: no cache]."""
     names = list(inspect.signature(original).parameters)
 
@@ -146,11 +141,15 @@ def _without_cache(block: nn.Module, original: Callable[..., Any]) -> Callable[.
 
 
 def _is_cache(value: Any) -> bool:
+    return _is_of_transformers(value, "Cache")
+
+
+def _is_of_transformers(value: Any, name: str) -> bool:
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(value, transformers.Cache)
+    return transformers is not None and isinstance(value, getattr(transformers, name))
 
 
-def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: ForwardMethod) -> ForwardMethod:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
@@ -160,18 +159,8 @@ def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: Callab
     return forward
 
 
-def _again(
-    keeping: Sequence[Contexts],
-    original: Callable[..., Any],
-    contexts: Contexts,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    return _checkpointed([contexts, *keeping], original, args, kwargs)
-
-
 def _checkpointed(
-    contexts: Sequence[Contexts], original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    contexts: Sequence[Contexts], original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     # torch.compile takes the modes themselves and nothing around them.
     function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
@@ -211,14 +200,14 @@ def _selective_contexts() -> Any:
 
 
 def _keeping_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    kept: list[Tensor | tuple[Tensor, ...]] = []
+    kept: list[Any] = []
     return _Keep(kept), _Reuse(kept)
 
 
 class _Keep(TorchDispatchMode):
     """Keeps what operators chose, as copies: models write into what they get (the weights of experts, to norm them)."""
 
-    def __init__(self, kept: list[Tensor | tuple[Tensor, ...]]) -> None:
+    def __init__(self, kept: list[Any]) -> None:
         super().__init__()
         self._kept = kept
 
@@ -229,11 +218,7 @@ class _Keep(TorchDispatchMode):
         return result
 
 
-class _Reuse(TorchDispatchMode):
-    def __init__(self, kept: Sequence[Tensor | tuple[Tensor, ...]]) -> None:
-        super().__init__()
-        self._kept = kept
-
+class _Reuse(_Keep):
     def __enter__(self) -> _Reuse:
         self._rest = iter(self._kept)
         super().__enter__()
@@ -267,6 +252,8 @@ def compile_blocks(
 ) -> None:
     """Compile the forward of every block; in place, after activation checkpointing and before sharding.
 
+    Blocks of one stack are alike, so one compilation serves many.
+
     Args:
         device: where the model will run.
         leave: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block that
@@ -278,8 +265,8 @@ def compile_blocks(
             f"Set enable_compile=false, or describe the model through the hook model_layout."
         )
     check_compiler(str(device), backend)
-    left = {model.get_submodule(name) for name in leave}
-    blocks = dict.fromkeys(model.get_submodule(name) for name in layout.blocks)
+    left = set(map(model.get_submodule, leave))
+    blocks = dict.fromkeys(map(model.get_submodule, layout.blocks))
     parts = [part for block in blocks for part in _parts(block, left)]
     # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
     compile_one = functools.partial(compiled, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
@@ -319,25 +306,19 @@ def _parts(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:
 def check_compiler(device: str, backend: str) -> None:
     """Compile a small function, or say why that does not work."""
 
-    def small(x: Any) -> Any:
-        return (x.sin() + 1).sum()
-
     try:
-        compiled(small, backend=backend, versions=1)(torch.ones(3, device=device))
+        compiled(lambda x: (x.sin() + 1).sum(), backend=backend, versions=1)(torch.ones(3, device=device))
     except Exception as error:
         # Anything from a missing compiler to a broken installation.
         reason = str(error).strip().split("\n")[0]
+        if torch.device(device).type != "cpu":
+            is_there = importlib.util.find_spec("triton") is not None
+            missing = "Install Triton (it comes with torch's CUDA builds),"
+        else:
+            is_there = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++")))
+            missing = "Install a C++ compiler such as g++,"
         raise StrategyError(
             f"enable_compile=true, but torch.compile (backend {backend}) of torch {torch.__version__} does not work on "
-            f"{device}: {type(error).__name__}: {reason} {_compiler_remedy(device)} or set enable_compile=false."
+            f"{device}: {type(error).__name__}: {reason} {'See the error above,' if is_there else missing} or set "
+            f"enable_compile=false."
         ) from error
-
-
-def _compiler_remedy(device: str) -> str:
-    if torch.device(device).type != "cpu":
-        is_there = importlib.util.find_spec("triton") is not None
-        missing = "Install Triton (it comes with torch's CUDA builds),"
-    else:
-        is_there = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++")))
-        missing = "Install a C++ compiler such as g++,"
-    return "See the error above," if is_there else missing

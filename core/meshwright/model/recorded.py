@@ -10,7 +10,8 @@ Source: https://pytorch.org/docs/stable/notes/extending.html#subclassing-torch-t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +23,15 @@ from .model_files import Held, Source, rectangle
 ROWS_AT_ONCE_BYTES = 16 * 2**20
 """Two recorded tensors are compared in pieces of about this size."""
 
-Rectangle = tuple[list[int], list[int]]
-"""Offsets and sizes, one for each dim."""
-
 
 class Recorded(Tensor):
-    """A tensor on the meta device with a source of its values.
-
-    It says that it is on the CPU, since that is where its values come from when they are read.
-    """
+    """A tensor on the meta device with a source of its values; it says that it is on the CPU, where they are read."""
 
     source: Source
 
     @staticmethod
     def of(source: Source) -> Recorded:
-        with torch.device("meta"):
-            recorded = torch.empty(source.shape, dtype=source.dtype).as_subclass(Recorded)
+        recorded = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(Recorded)
         recorded.source = source
         return recorded
 
@@ -61,8 +55,7 @@ class Recorded(Tensor):
             # Made of the shape alone, with values of its own.
             blank = (torch.empty(each.shape, dtype=each.dtype) if isinstance(each, Recorded) else each for each in args)
             return func(*blank, **kwargs)
-        # Wherever it is to go, it is read on the CPU.
-        # Strings are devices or the names of options, and functions of weights that take such are not known.
+        # Wherever it is to go, it is read on the CPU. Strings are devices: functions of weights take no others.
         args = tuple(each for each in args if not isinstance(each, torch.device | str))
         kwargs.pop("device", None)
         try:
@@ -118,11 +111,8 @@ def _equal(one: Tensor, two: Tensor) -> bool:
         return torch.equal(*map(read_whole, sources))
     length, *rest = one.shape
     rows = max(1, ROWS_AT_ONCE_BYTES // max(1, one[0].numel() * one.element_size()))
-    for start in range(0, length, rows):
-        offsets, sizes = [start, *[0] * len(rest)], [min(rows, length - start), *rest]
-        if not torch.equal(*(each.read(offsets, sizes) for each in sources)):
-            return False
-    return True
+    places = (([start, *[0] * len(rest)], [min(rows, length - start), *rest]) for start in range(0, length, rows))
+    return all(torch.equal(*(each.read(*place) for each in sources)) for place in places)
 
 
 @dataclass(frozen=True)
@@ -142,33 +132,31 @@ class Call:
             return torch.empty(tuple(sizes), dtype=self.dtype)
         rule = _RULES.get(getattr(self.func, "__name__", ""))
         value = rule(self, list(offsets), list(sizes)) if rule is not None and self.shape else None
-        if value is not None:
-            return value
-        value = self.func(*_whole(self.args), **_whole(self.kwargs))
-        value = value if self.index is None else value[self.index]
-        return value[rectangle(offsets, sizes)]
+        if value is None:
+            whole = self.func(*_whole(self.args), **_whole(self.kwargs))
+            value = (whole if self.index is None else whole[self.index])[rectangle(offsets, sizes)]
+        return value
 
 
 # -- rules: each returns a rectangle of a call's output, or None if it cannot be cut
 
-Rule = Callable[[Call, list[int], list[int]], Tensor | None]
-
 
 def _same(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    return _source(call.args[0]).read(offsets, sizes)
+    return _read(call.args[0], offsets, sizes)
 
 
 def _to(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    return _source(call.args[0]).read(offsets, sizes).to(call.dtype)
+    return _same(call, offsets, sizes).to(call.dtype)
 
 
 def _getitem(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
     return _same(call, offsets, sizes) if call.args[1] is Ellipsis else None
 
 
-def _along(call: Call, default: int = 0, position: int = 1) -> int:
-    dim = call.args[position] if len(call.args) > position else call.kwargs.get("dim", default)
-    return int(dim)
+def _along(call: Call, ndim: int, position: int = 1) -> int:
+    """Return the argument `dim` of a call, which stands at a position."""
+    dim = call.args[position] if len(call.args) > position else call.kwargs.get("dim", 0)
+    return int(dim) % ndim
 
 
 def _tensors(call: Call) -> Any:
@@ -176,8 +164,7 @@ def _tensors(call: Call) -> Any:
 
 
 def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
-    dim = _along(call) % len(call.shape)
-    tensors = _tensors(call)
+    dim, tensors = _along(call, len(call.shape)), _tensors(call)
     if any(len(tensor.shape) != len(call.shape) for tensor in tensors):
         return None  # empty ones of one dim are passed over
     start, parts = 0, []
@@ -191,55 +178,36 @@ def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
 
 
 def _stack(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    dim = _along(call) % len(call.shape)
+    dim = _along(call, len(call.shape))
     chosen = _tensors(call)[offsets[dim] : offsets[dim] + sizes[dim]]
     result = torch.empty(sizes, dtype=call.dtype)
+    del offsets[dim], sizes[dim]
     for place, tensor in zip(result.unbind(dim), chosen, strict=True):
-        place.copy_(_read(tensor, _without(offsets, dim), _without(sizes, dim)))
+        place.copy_(_read(tensor, offsets, sizes))
     return result
 
 
 def _split(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
     """`chunk`, `split` and `tensor_split`, however the sizes were given: they follow from the outputs."""
-    dim = _along(call, position=2) % len(call.shape)
-    start = sum(shape[dim] for shape in call.shapes[: call.index])
-    return _read(call.args[0], _with(offsets, dim, start + offsets[dim]), sizes)
+    dim = _along(call, len(call.shape), position=2)
+    offsets[dim] += sum(shape[dim] for shape in call.shapes[: call.index])
+    return _same(call, offsets, sizes)
 
 
 def _unbind(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    dim = _along(call) % len(call.args[0].shape)
+    dim = _along(call, len(call.args[0].shape))
     offsets.insert(dim, int(call.index or 0))
     sizes.insert(dim, 1)
-    return _read(call.args[0], offsets, sizes).squeeze(dim)
-
-
-def _squeeze(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
-    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
-    if not isinstance(given, int):
-        return None
-    dim = given % len(call.args[0].shape)
-    if call.args[0].shape[dim] != 1:
-        return _same(call, offsets, sizes)
-    offsets.insert(dim, 0)
-    sizes.insert(dim, 1)
-    return _read(call.args[0], offsets, sizes).squeeze(dim)
-
-
-def _unsqueeze(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    dim = _along(call) % len(call.shape)
-    return _read(call.args[0], _without(offsets, dim), _without(sizes, dim)).unsqueeze(dim)
+    return _same(call, offsets, sizes).squeeze(dim)
 
 
 def _transpose(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    given = [*call.args[1:], *(call.kwargs[name] for name in ("dim0", "dim1") if name in call.kwargs)]
+    """`transpose`, and `t`, which has no arguments."""
+    given = [*call.args[1:], *(call.kwargs[name] for name in ("dim0", "dim1") if name in call.kwargs)] or (0, -1)
     one, two = (int(dim) % len(call.shape) for dim in given)
     for values in (offsets, sizes):
         values[one], values[two] = values[two], values[one]
-    return _read(call.args[0], offsets, sizes).transpose(one, two)
-
-
-def _matrix_transpose(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    return _read(call.args[0], offsets[::-1], sizes[::-1]).t()
+    return _same(call, offsets, sizes).transpose(one, two)
 
 
 def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
@@ -247,51 +215,39 @@ def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
     if any(isinstance(each, torch.dtype) for each in call.args):
         return None  # `view` of the same bits as another dtype
     source, shape = call.args[0].shape, call.shape
-    groups = _groups(source, shape)
-    if groups is None:
+    if 0 in source:
         return None
-    read_offsets: list[int] = []
-    read_sizes: list[int] = []
-    cuts: list[tuple[int, int]] = []
-    rows: list[int] = []
-    firsts = {outs.start for _, outs in groups}
-    for ins, outs in groups:
-        in_row, out_row = math.prod(source[ins][1:]), math.prod(shape[outs][1:])
-        start, count = offsets[outs.start] * out_row, sizes[outs.start] * out_row
+    read_offsets, read_sizes = [0] * len(source), [1] * len(source)
+    # Of each group the first dim is cut as it is read; the others are whole then.
+    lengths, cuts, rows, begin = list[int](), list[slice](), list(shape), list(offsets)
+    for ins, outs in _groups(source, shape):
+        in_row, out_row = (math.prod(of[dim] for dim in dims[1:]) for of, dims in ((source, ins), (shape, outs)))
+        start, count = offsets[outs[0]] * out_row, sizes[outs[0]] * out_row
         first, last = start // in_row, -(-(start + count) // in_row)
-        read_offsets += [first, *[0] * (ins.stop - ins.start - 1)]
-        read_sizes += [last - first, *source[ins][1:]]
-        cuts.append((start - first * in_row, count))
-        rows += [sizes[outs.start], *shape[outs][1:]]
-    value = _read(call.args[0], read_offsets, read_sizes)
-    flat = value.reshape([math.prod(read_sizes[ins]) for ins, _ in groups])
-    for dim, (start, count) in enumerate(cuts):
-        flat = flat.narrow(dim, start, count)
-    # Of each group the first dim is cut now; the others are whole.
-    begin = [0 if dim in firsts else offsets[dim] for dim in range(len(shape))]
+        for dim in ins[1:]:
+            read_sizes[dim] = source[dim]
+        read_offsets[ins[0]], read_sizes[ins[0]] = first, last - first
+        lengths.append((last - first) * in_row)
+        cuts.append(slice(start - first * in_row, start - first * in_row + count))
+        rows[outs[0]], begin[outs[0]] = sizes[outs[0]], 0
+    flat = _same(call, read_offsets, read_sizes).reshape(lengths)[tuple(cuts)]
     return flat.reshape(rows)[rectangle(begin, sizes)]
 
 
-def _groups(source: Sequence[int], shape: Sequence[int]) -> list[tuple[slice, slice]] | None:
-    """Group the dims of a reshape into the smallest groups of equal numbers of elements; None for empty tensors."""
-    if not source or not shape or 0 in source:
-        return None
-    groups: list[tuple[slice, slice]] = []
-    i = j = 0
-    while i < len(source) and j < len(shape):
-        start_i, start_j = i, j
-        ins, outs = source[i], shape[j]
-        i, j = i + 1, j + 1
-        while ins != outs:
-            if ins < outs:
-                ins, i = ins * source[i], i + 1
+def _groups(source: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the smallest groups of dims with equally many elements before and after a reshape, without dims of 1."""
+    before, after = (deque(dim for dim, size in enumerate(sizes) if size > 1) for sizes in (source, shape))
+    while before:
+        ins, outs = [before.popleft()], [after.popleft()]
+        have, want = source[ins[0]], shape[outs[0]]
+        while have != want:
+            if have < want:
+                ins.append(before.popleft())
+                have *= source[ins[-1]]
             else:
-                outs, j = outs * shape[j], j + 1
-        groups.append((slice(start_i, i), slice(start_j, j)))
-    # What is left on either side are dims of 1.
-    last_in, last_out = groups[-1]
-    groups[-1] = slice(last_in.start, len(source)), slice(last_out.start, len(shape))
-    return groups
+                outs.append(after.popleft())
+                want *= shape[outs[-1]]
+        yield ins, outs
 
 
 def _read(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -302,21 +258,14 @@ def _with(values: Sequence[int], dim: int, value: int) -> list[int]:
     return [*values[:dim], value, *values[dim + 1 :]]
 
 
-def _without(values: Sequence[int], dim: int) -> list[int]:
-    return [*values[:dim], *values[dim + 1 :]]
-
-
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, Callable[[Call, list[int], list[int]], Tensor | None]] = {
     **dict.fromkeys(("contiguous", "clone", "detach"), _same),
     **dict.fromkeys(("cat", "concat"), _cat),
     **dict.fromkeys(("chunk", "split", "tensor_split"), _split),
-    **dict.fromkeys(("reshape", "view"), _reshape),
+    **dict.fromkeys(("reshape", "view", "squeeze", "unsqueeze"), _reshape),
+    **dict.fromkeys(("transpose", "t"), _transpose),
     "to": _to,
     "__getitem__": _getitem,
     "stack": _stack,
     "unbind": _unbind,
-    "squeeze": _squeeze,
-    "unsqueeze": _unsqueeze,
-    "transpose": _transpose,
-    "t": _matrix_transpose,
 }

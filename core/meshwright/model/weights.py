@@ -1,8 +1,7 @@
 """Give a model on the meta device memory for what this rank holds, and its values.
 
-[Note: weights] A model may be built without memory, be sharded, and only then get values, each rank those of its own
-shards. They come from a `Weights`: the files of a pretrained model, or `drawn_weights.DeferredModel`, which has the
-values that the model's class would have drawn.
+A model may be built without memory, be sharded, and only then get values, each rank those of its own shards. They come
+from a `Weights`: the files of a pretrained model, or `drawn_weights.DeferredModel`.
 """
 
 from __future__ import annotations
@@ -35,12 +34,9 @@ def is_meta(model: nn.Module) -> bool:
 
 def leave_on_meta(model: nn.Module) -> None:
     """Replace all parameters by plain ones on the meta device, tied as they are."""
-
-    def plain(parameter: nn.Parameter) -> nn.Parameter:
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-    replace_parameters(model, plain)
+    replace_parameters(
+        model, lambda p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+    )
 
 
 def replace_parameters(model: nn.Module, made: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -74,26 +70,22 @@ def materialize(
     Its parameters are all on the meta device, or none is; they go to `parameters_on`, if that is not where the model
     runs. Tied parameters stay tied. Buffers that have values keep them.
     """
-    tied: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(name)
+    first: dict[nn.Parameter, str] = {}
+    tied = {name: first.setdefault(each, name) for name, each in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=parameters_on or device)
-    for first, *others in tied.values():
-        for name in others:
-            # `to_empty` has made one for each name.
-            set_tensor(model, name, model.get_parameter(first))
+    for name, other in tied.items():
+        # `to_empty` has made one for each name.
+        if name != other:
+            set_tensor(model, name, model.get_parameter(other))
     for name, buffer in buffers.items():
         set_tensor(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Weights, pieces: Callable[[Tensor, Tensor], list[Piece]] | None = None) -> None:
-    """Read what this rank holds of every parameter and buffer for which there are values. No communication.
-
-    `pieces` is `Parts.pieces` of the strategy; None: tensors are plain, or DTensors.
-    """
+    """Read what this rank holds of parameters and buffers; `pieces` is `Parts.pieces`, None for (D)Tensors."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in weights:
             for piece in tensor_pieces(tensor) if pieces is None else pieces(tensor, tensor):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -44,7 +45,7 @@ class _Settings:
     options: Mapping[str, Any]
 
     def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, Trained]) -> Optimizer:
-        cls = self.cls
+        cls, name = cast("Callable[..., Optimizer]", self.cls), self.cls.__name__
         # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
         decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
 
@@ -54,21 +55,20 @@ class _Settings:
             return not any(matches(name, pattern) for pattern in self.no_decay)
 
         groups = decay_groups(named, self.weight_decay, decays)
-        options = {**self.options, **fused_where_it_pays(cls, self.options, [p for _, p in named])}
-        make: Callable[..., Optimizer] = cls
+        options = {**self.options, **fused_where_it_pays(self.cls, self.options, [p for _, p in named])}
         try:
-            return make(groups, lr=self.lr, **decay, **options)
+            return cls(groups, lr=self.lr, **decay, **options)
         except Exception as error:
             # Each optimizer checks its arguments in its own way.
-            if any(parameter.dim() != trained[name].dims for name, parameter in named):
+            if any(parameter.dim() != trained[key].dims for key, parameter in named):
                 raise StrategyError(
-                    f"{self.where}: {cls.__name__} refuses the pieces of parameters that it has under this strategy: "
+                    f"{self.where}: {name} refuses the pieces of parameters that it has under this strategy: "
                     f"{reason(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element "
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
             told = "" if self.where == "optimizer" else f"{self.where}: "
-            raise ConfigError(f"{told}optimizer {cls.__name__!r} refuses its parameters or options: {error}") from error
+            raise ConfigError(f"{told}optimizer {name!r} refuses its parameters or options: {error}") from error
 
     def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
@@ -119,13 +119,12 @@ class ConfiguredOptimizer:
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             named = list(named_parameters)
-            of_group = [[each for each in named if numbers[each[0]] == number] for number in range(len(self._settings))]
-            made = [
-                settings.make(mine, trained) for settings, mine in zip(self._settings, of_group, strict=True) if mine
-            ]
-            if not made:
-                # It says itself that there is nothing.
-                made = [self._settings[-1].make(named, trained)]
+            made = []
+            for number, settings in enumerate(self._settings):
+                mine = [each for each in named if numbers[each[0]] == number]
+                # Without any, the last says itself that there is nothing.
+                if mine or (not named and number == len(self._settings) - 1):
+                    made.append(settings.make(mine, trained))
             return made[0] if len(made) == 1 else Optimizers(made)
 
         return factory
@@ -139,19 +138,16 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
 def _settings(config: OptimizerConfig) -> list[_Settings]:
     """Return what each group says, or the top level where it says nothing; and, last, the settings of the rest."""
     spared = None if config.no_decay is None else tuple(config.no_decay)
-    found = []
+    cls, found = optimizer_class(config.name, "optimizer.name"), []
     for number, group in enumerate(config.groups):
         where, name = f"optimizer.groups[{number}]", group.name or config.name
-        cls = optimizer_class(name, f"{where}.name")
-        is_other = cls is not optimizer_class(config.name, "optimizer.name")
-        options = group.options if is_other else {**config.options, **group.options}
+        own = optimizer_class(name, f"{where}.name")
+        options = {**config.options, **group.options} if own is cls else group.options
         # A decay that is given for some parameters is meant for all of them.
-        decay, no_decay = config.weight_decay, spared
-        if group.weight_decay is not None:
-            decay, no_decay = group.weight_decay, ()
-        _check_options(cls, name, options, decay, where)
-        found.append(_Settings(where, cls, config.lr if group.lr is None else group.lr, decay, no_decay, options))
-    cls = optimizer_class(config.name, "optimizer.name")
+        is_given = group.weight_decay is not None
+        decay, no_decay = (group.weight_decay or 0.0, ()) if is_given else (config.weight_decay, spared)
+        _check_options(own, name, options, decay, where)
+        found.append(_Settings(where, own, config.lr if group.lr is None else group.lr, decay, no_decay, options))
     _check_options(cls, config.name, config.options, config.weight_decay, "optimizer")
     return [*found, _Settings("optimizer", cls, config.lr, config.weight_decay, spared, config.options)]
 
@@ -164,33 +160,29 @@ def fused_where_it_pays(
     torch's default steps DTensors one by one, in a dozen kernels each, and others with temporary tensors as large as
     all of them. On a CPU there are no launches to save. A user who chooses an implementation in `options` gets it.
     """
-    told = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
-    if told or not kinds or any(device.type == "cpu" for device, _ in kinds):
-        return {}
-    return {"fused": True} if all(can_fuse(cls, device, dtype) for device, dtype in kinds) else {}
+    is_open = {"fused", "foreach", "capturable", "differentiable"}.isdisjoint(options) and bool(kinds)
+    pays = is_open and all(device.type != "cpu" and can_fuse(cls, device, dtype) for device, dtype in kinds)
+    return {"fused": True} if pays else {}
 
 
 def can_fuse(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch has a fused step of an optimizer for such tensors, by trying one of one element."""
     if "fused" not in inspect.signature(cls).parameters:
         return False
-    parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+    parameter, make = nn.Parameter(torch.zeros(1, device=device, dtype=dtype)), cast("Callable[..., Optimizer]", cls)
     parameter.grad = torch.zeros_like(parameter)
-    make: Callable[..., Optimizer] = cls
-    try:
+    with suppress(RuntimeError):
         make([parameter], fused=True).step()
-    except RuntimeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int, *, device: torch.device) -> None:
     """Make and step optimizer and schedule for a stand-in, so that errors come before anything is started."""
-    stand_in = [("weight", nn.Parameter(torch.ones(2, 2)))]
-    if not optimizer.groups:
-        # One of several may be for matrices alone.
-        stand_in.append(("bias", nn.Parameter(torch.ones(2))))
+    # One of several may be for matrices alone.
+    shapes = {"weight": (2, 2)} if optimizer.groups else {"weight": (2, 2), "bias": (2,)}
+    stand_in = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
     for settings in _settings(optimizer):
         check_schedule(schedule, build_scheduler(schedule, settings.tried(stand_in, device), steps), steps)
 
@@ -216,11 +208,8 @@ def optimizer_class(name: str, where: str) -> type[Optimizer]:
         if not issubclass(found, Optimizer):
             raise ConfigError(f"{where}={name!r} is no optimizer. Name a subclass of torch.optim.Optimizer.")
     else:
-        known: dict[str, type[Optimizer]] = {
-            name: cls
-            for name, cls in vars(torch.optim).items()
-            if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
-        }
+        classes = {name: each for name, each in vars(torch.optim).items() if inspect.isclass(each)}
+        known = {name: cls for name, cls in classes.items() if issubclass(cls, Optimizer) and cls is not Optimizer}
         if name not in known:
             raise ConfigError(
                 f"optimizer {name!r} is not in torch.optim.{nearest(name, known)} Known: {', '.join(sorted(known))}. "
@@ -253,11 +242,7 @@ _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse values of another type than a function or class takes: "no" would be true, and true would be 1.
-
-    The type is that of an argument's annotation, or else of its default; a list will do for a tuple. Arguments without
-    either, and unknown ones, are left to the function. Source: pydantic.TypeAdapter.
-    """
+    """Refuse values of another type than that of an argument's annotation or default: "no" would be true."""
     hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     parameters = inspect.signature(function).parameters
     for name, value in values.items():
@@ -272,10 +257,8 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, 
 
 
 def _type_of_default(default: Any) -> Any:
-    if isinstance(default, bool):
-        return bool
     # A default of 0 is often written for 0.0.
-    return float if isinstance(default, int | float) else Any
+    return bool if isinstance(default, bool) else float if isinstance(default, int | float) else Any
 
 
 def _as_tuple(value: Any) -> Any:
@@ -305,8 +288,7 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) ->
 
 def set_schedule(scheduler: LRScheduler, step: int) -> None:
     """Set a schedule of `build_scheduler`, and the rates of its optimizer, to where they are after `step` steps."""
-    state = scheduler.state_dict()
-    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    state, rates = scheduler.state_dict(), _rates(scheduler, step)
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -315,8 +297,11 @@ def set_schedule(scheduler: LRScheduler, step: int) -> None:
     scheduler.load_state_dict({**state, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
 
 
+def _rates(scheduler: LRScheduler, step: int) -> list[float]:
+    return [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+
+
 def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
-    """Refuse what get_scheduler would silently drop."""
     if config.name == "constant" and config.warmup_steps:
         raise ConfigError(
             f"schedule 'constant' knows no warm-up, but schedule.warmup_steps={config.warmup_steps}. "
@@ -334,11 +319,10 @@ def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
 
 
 def check_schedule(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -> None:
-    """Refuse a schedule that has no usable rate at its ends, or at some steps between them."""
     sampled = {*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}
     for step in sorted(sampled):
         try:
-            rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            rates = _rates(scheduler, step)
             usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
         except Exception as error:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Groups of parameters of an optimizer, which of them are decayed, and several optimizers as one.
 
 [Note: the whole model] A rank has a part of the model's parameters, so the factory gets a description of all trained
-parameters before it is called: each rank forms the same groups, and one without parameters is an error on all ranks.
+parameters first: each rank forms the same groups, and an empty group is an error on all ranks.
 
 [Note: what decides] Weight decay spares norms, biases, other vectors, and rates of a recurrence. The module that owns a
 parameter, the unsharded shape, and the last component of the name decide: `blocks.0.norm_attn_norm.attn.Wqkv.weight` is
@@ -41,12 +41,9 @@ scales, and biases, of which experts have a matrix."""
 def is_decayed(name: str, shape: Sequence[int], owner: nn.Module | None = None) -> bool:
     """Return whether weight decay shrinks a parameter; see [Note: what decides]."""
     path, _, last = name.rpartition(".")
-    if len(shape) < 2 or _SPARED.fullmatch(last):
-        return False
-    if last != "weight" and sum(size > 1 for size in shape) < 2:
-        # A vector that is kept in the shape in which it is broadcast. A linear map may have one output.
-        return False
-    if owner is not None and _NORM_CLASS.search(type(owner).__name__):
+    # A vector may be kept in the shape in which it is broadcast. A linear map may have one output.
+    is_vector = len(shape) < 2 or (last != "weight" and sum(size > 1 for size in shape) < 2)
+    if is_vector or _SPARED.fullmatch(last) or (owner is not None and _NORM_CLASS.search(type(owner).__name__)):
         return False
     # Numbers are of lists, and `_orig_mod` and `_checkpoint_wrapped_module` of wrappers.
     module = next((each for each in reversed(path.split(".")) if each[:1].isalpha()), "")
@@ -118,7 +115,14 @@ def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> di
     groups = config.groups
     for pattern in config.no_decay or ():
         if not any(matches(name, pattern) for name in trained):
-            raise ConfigError(_why_unmatched(pattern, trained))
+            found = [name for name in trained if fnmatchcase(name.lower(), pattern.lower())]
+            paths = f" It would match {len(found)} whole names, such as {found[0]!r}." if found else ""
+            raise ConfigError(
+                f"optimizer.no_decay: {pattern!r} matches no parameter that is trained. A pattern is of the last "
+                f"component of a name, such as 'weight', or, with a dot in it, of the whole name.{paths} Norms, biases "
+                f"and vectors are spared without it: leave no_decay out, or give other parameters a group with "
+                f"weight_decay: 0."
+            )
 
     def fits(name: str, group: OptimizerGroup) -> bool:
         is_named = group.match is None or any(fnmatchcase(name, pattern) for pattern in group.match)
@@ -133,16 +137,6 @@ def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> di
             taken = [name for name in trained if fits(name, group)]
             raise ConfigError(f"optimizer.groups[{number}] {_why_empty(group, taken, trained)}")
     return numbers
-
-
-def _why_unmatched(pattern: str, trained: Collection[str]) -> str:
-    found = [name for name in trained if fnmatchcase(name.lower(), pattern.lower())]
-    paths = f" It would match {len(found)} whole names, such as {found[0]!r}." if found else ""
-    return (
-        f"optimizer.no_decay: {pattern!r} matches no parameter that is trained. A pattern is of the last component of "
-        f"a name, such as 'weight', or, with a dot in it, of the whole name.{paths} Norms, biases and vectors are "
-        f"spared without it: leave no_decay out, or give other parameters a group with weight_decay: 0."
-    )
 
 
 def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str, Trained]) -> str:

@@ -27,11 +27,9 @@ from ..tensors.ops import with_values
 from ..tensors.state import Parts, whole_tensor
 from .groups import members_of, needs_closure, reason
 
-_EXACT = 1e-6
-_ROUNDED = 0.05
+_EXACT, _ROUNDED = 1e-6, 0.05
 """What may differ, relative to the largest change of an element: nothing, or what an optimizer that computes in
-bfloat16 (Muon) rounds away. One that takes a part for the whole is beside it by more."""
-
+bfloat16 (Muon) rounds away. One that takes a part for the whole is off by more."""
 _INSTEAD = "Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element alike"
 
 
@@ -50,13 +48,12 @@ class _Kind:
 
 
 def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Call a factory; an error of its own becomes a StrategyError."""
     try:
         return factory(named)
     except MeshwrightError:
         raise
     except Exception as error:
-        dims = ", ".join(str(each) for each in sorted({parameter.dim() for _, parameter in named}))
+        dims = ", ".join(map(str, sorted({parameter.dim() for _, parameter in named})))
         raise StrategyError(
             f"the optimizer cannot be made: {reason(error)}. Under this strategy it has {len(named)} tensors here, of "
             f"{dims} dimensions; where it has pieces of parameters, these have 1. {_INSTEAD}, or another strategy."
@@ -71,12 +68,10 @@ def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
     kinds = [(type(member), *each) for member in members_of(optimizer) for each in _kinds(member, parts)]
 
     def check_alone() -> None:
-        for cls in map(type, members_of(optimizer)):
-            if needs_closure(cls):
-                raise StrategyError(
-                    f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. "
-                    f"{_INSTEAD}."
-                )
+        for cls in filter(needs_closure, map(type, members_of(optimizer))):
+            raise StrategyError(
+                f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. {_INSTEAD}."
+            )
         for cls, kind, settings in kinds:
             if not kind.is_joint:
                 _try(cls, kind, settings)
@@ -94,22 +89,16 @@ def _kinds(optimizer: Optimizer, parts: Parts) -> list[tuple[_Kind, dict[str, An
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for parameter in group["params"]:
-            kind = _kind(parameter, parts)
+            shape, is_piece = parts.shape(parameter, parameter), False
+            if type(parts) is not Parts:
+                held = sum(piece.tensor.numel() for piece in parts.pieces(parameter.detach(), parameter))
+                is_divided = parameter.shape != shape or held < shape.numel()
+                is_piece = is_divided or any(True for _ in parts.groups(parameter))
+            device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
+            place = (parameter.device_mesh, tuple(parameter.placements)) if isinstance(parameter, DTensor) else ()
+            kind = _Kind(len(shape), is_piece, device, *place)
             found.setdefault((kind, repr(settings)), (kind, settings))
     return list(found.values())
-
-
-def _kind(parameter: Tensor, parts: Parts) -> _Kind:
-    shape = parts.shape(parameter, parameter)
-    is_piece = False
-    if type(parts) is not Parts:
-        held = sum(piece.tensor.numel() for piece in parts.pieces(parameter.detach(), parameter))
-        is_divided = parameter.shape != shape or held < shape.numel()
-        is_piece = is_divided or len(list(parts.groups(parameter))) > 0
-    device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
-    if isinstance(parameter, DTensor):
-        return _Kind(len(shape), is_piece, device, parameter.device_mesh, tuple(parameter.placements))
-    return _Kind(len(shape), is_piece, device)
 
 
 def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
@@ -169,15 +158,10 @@ def _values(kind: _Kind) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((3, *shape), generator=generator, dtype=torch.float64).view(3, -1)
     # No two parts are alike, in their norms neither.
-    scale = torch.linspace(1, 9, values.shape[1], dtype=torch.float64) * _unlike(kind)
+    place = () if kind.mesh is None else kind.mesh.get_coordinate() or ()
+    unlike = 1.0 + sum(index for index, each in zip(place, kind.placements, strict=True) if is_sharded(each))
+    scale = torch.linspace(1, 9, values.shape[1], dtype=torch.float64) * unlike
     return [each.view(shape) for each in (values * scale).to(kind.device)]
-
-
-def _unlike(kind: _Kind) -> float:
-    if kind.mesh is None:
-        return 1.0
-    place = kind.mesh.get_coordinate() or ()
-    return 1.0 + sum(index for index, each in zip(place, kind.placements, strict=True) if is_sharded(each))
 
 
 def _as_dtensor(local: Tensor, kind: _Kind) -> DTensor:
@@ -215,9 +199,9 @@ def _is_elementwise(
     cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], whole: Sequence[Tensor]
 ) -> bool:
     def cut(value: Tensor) -> list[Tensor]:
-        flat = value.flatten()
         # Within a row, if there are rows; and the last one is empty, as a rank's may be.
-        return list(flat.split([flat.numel() // 3, flat.numel() - flat.numel() // 3, 0]))
+        third = value.numel() // 3
+        return list(value.flatten().split([third, value.numel() - third, 0]))
 
     try:
         parts = _stepped(cls, settings, values, cut)

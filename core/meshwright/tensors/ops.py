@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.torch import all_gather_single as all_gather_single
 from .._compat.torch import foreach_copy_, own_parameters
-from .._compat.torch_versions import all_gather_single as all_gather_single
-from .._compat.torch_versions import reduce_scatter_single as reduce_scatter_single
+from .._compat.torch import reduce_scatter_single as reduce_scatter_single
 
 copy_all = foreach_copy_
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)

@@ -1,8 +1,8 @@
 """Build a manager from a Hugging Face model in one call, with the model sharded and loaded.
 
 [Note: the world of a call] `from_pretrained` and `from_config` run on every rank. They join the `world` given to them,
-else the existing process group; else they start one, from torchrun's environment or of this process alone. One that
-they have started ends with `manager.mesh.world.close()`, or with the process.
+else the existing process group; else they start one, from torchrun's environment or of this process alone, which ends
+with `manager.mesh.world.close()`, or with the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from ..model.pretrained import PretrainedWeights, as_dtype, commit_of, find_on_a
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import get_strategy
-from ..strategy.stack import Stack, resolve, strategy_of
+from ..strategy.stack import resolve, strategy_of
 
 
 class Sizes(TypedDict, total=False):
@@ -72,13 +72,11 @@ def from_pretrained(
     Args:
         path: a directory that `save_pretrained` wrote, or a hub id. All ranks must find the same.
         strategy: a name, as of `resolve`; None: the one of the config class of `config`, else fsdp2.
-        config: options of the strategy, as of `resolve`.
-        wrapper_config: options of wrapping strategies by name, as of `resolve`.
+        config, wrapper_config: options of the strategy, and of wrapping strategies by name, as of `resolve`.
         hf_config: replaces the directory's Hugging Face configuration; or a mapping of fields to change.
         dtype: of the parameters, such as "bfloat16"; None: that of the configuration.
         device: as of `open_world`; not used with `world`.
-        device_mesh: replaces `device`, `world` and `sizes`; as of `as_mesh`.
-        moe_mesh: the mesh for experts, with `device_mesh`.
+        device_mesh, moe_mesh: replace `device`, `world` and `sizes`; as of `as_mesh`.
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
         allow_pickle: read `.bin` files if there are no safetensors.
@@ -98,10 +96,10 @@ def from_pretrained(
         MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
             model.
     """
-    stack, mesh = _placed(strategy, sizes, config, wrapper_config, Place(device, world, device_mesh, moe_mesh))
+    place = _Place(device, world, device_mesh, moe_mesh)
+    manager = _manager(strategy, sizes, config, wrapper_config, place)
     wanted = Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
-    manager = stack.build(mesh)
-    manager.parallelize(*opened(mesh.world, wanted))
+    manager.parallelize(*opened(manager.mesh.world, wanted))
     return manager
 
 
@@ -143,10 +141,10 @@ def from_config(
         model, weights = new_model_on_meta(given, wanted, seed, init=init)
         return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
-    stack, mesh = _placed(strategy, sizes, config, wrapper_config, Place(device, world, device_mesh, moe_mesh))
-    manager = stack.build(mesh)
-    adapters = mesh.world.together(lambda: None if peft is None else adapter_options(peft, where="peft"))
-    manager.parallelize(*mesh.world.together(build))
+    manager = _manager(strategy, sizes, config, wrapper_config, _Place(device, world, device_mesh, moe_mesh))
+    joined = manager.mesh.world
+    adapters = joined.together(lambda: None if peft is None else adapter_options(peft, where="peft"))
+    manager.parallelize(*joined.together(build))
     return manager
 
 
@@ -174,11 +172,7 @@ def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
 
 
 def opened_for_injection(world: World, wanted: Wanted, *, where: str) -> tuple[nn.Module, InjectedByOthers]:
-    """Return the base model, and what other code needs to inject the adapter of `wanted` into it. Collective.
-
-    Args:
-        where: how to name the adapter in errors.
-    """
+    """Return the base model, and what other code needs to inject the adapter of `wanted` into it. Collective."""
     model, weights, base, options = _opened(world, wanted, where=where)
     if options is None:
         raise ModelError(f"{where} gives no adapter.")
@@ -190,9 +184,8 @@ def _opened(
 ) -> tuple[nn.Module, PretrainedWeights, Base | None, AdapterOptions | None]:
     """Return the base model, its values, which base it is, and options of its adapter. Collective."""
     adapters = world.together(lambda: None if wanted.peft is None else adapter_options(wanted.peft, where=where))
-    trusted, allow_pickle = wanted.trusted, wanted.allow_pickle
+    trusted, allow_pickle, code = wanted.trusted, wanted.allow_pickle, wanted.trusted is not None
     revision = wanted.revision or (trusted if is_commit(trusted) else None)
-    code = trusted is not None
     directory = find_on_all(wanted.path, world, revision=revision, allow_pickle=allow_pickle, code=code)
 
     def load() -> tuple[nn.Module, PretrainedWeights, Base | None]:
@@ -219,14 +212,13 @@ def base_at(path: str | Path, directory: Path, *, allow_pickle: bool = False) ->
     return Base(named, commit, fingerprint_of(directory, allow_pickle=allow_pickle))
 
 
-@dataclass(frozen=True)
-class Place:
+class _Place(NamedTuple):
     """Arguments of `from_pretrained` that select ranks and devices."""
 
-    device: str | torch.device | None = None
-    world: World | None = None
-    device_mesh: Mesh | DeviceMesh | None = None
-    moe_mesh: DeviceMesh | None = None
+    device: str | torch.device | None
+    world: World | None
+    device_mesh: Mesh | DeviceMesh | None
+    moe_mesh: DeviceMesh | None
 
     def open(self) -> World:
         """Join or start the world. Collective."""
@@ -257,14 +249,14 @@ class Place:
         return MeshSizes(**known)
 
 
-def _placed(
+def _manager(
     strategy: str | None,
     sizes: Sizes,
     config: Mapping[str, Any] | BaseModel | None,
     wrapper_config: Mapping[str, Mapping[str, Any]] | None,
-    place: Place,
-) -> tuple[Stack, Mesh]:
-    joined = place.open()
+    place: _Place,
+) -> StrategyManager:
+    joined, given = place.open(), place.device_mesh
 
     def resolved() -> Any:
         name = strategy or (strategy_of(config) if isinstance(config, BaseModel) else "fsdp2")
@@ -272,8 +264,7 @@ def _placed(
         return resolve(name, wanted, joined.size, config=config, wrapper_config=wrapper_config)
 
     stack, degrees = joined.together(resolved)
-    given = place.device_mesh
-    return stack, Mesh(degrees, joined) if given is None else as_mesh(given, stack.claims, place.moe_mesh)
+    return stack.build(Mesh(degrees, joined) if given is None else as_mesh(given, stack.claims, place.moe_mesh))
 
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:

@@ -7,7 +7,7 @@ import inspect
 from torch.nn.parallel import DistributedDataParallel
 
 SHIMS = ("buffer_option",)
-"""What torch 2.13 needs no longer; see `meshwright._compat.torch_versions`."""
+"""What torch 2.13 needs no longer; see `meshwright._compat.torch`."""
 
 
 def buffer_option(is_synced: bool) -> dict[str, bool]:

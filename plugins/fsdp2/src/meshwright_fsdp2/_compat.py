@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 SHIMS = ("reduce_unused",)
-"""What torch 2.13 needs no longer; see `meshwright._compat.torch_versions`."""
+"""What torch 2.13 needs no longer; see `meshwright._compat.torch`."""
 
 
 @contextmanager
