@@ -61,12 +61,6 @@ def test_the_pretended_device_is_as_strict_as_cuda() -> None:
         assert weight.grad.device == ACCELERATOR
 
 
-# -- times and memory
-
-
-# -- norms
-
-
 # -- the whole path of training
 
 

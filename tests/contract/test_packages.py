@@ -47,17 +47,17 @@ def test_core_says_its_version_once_more():
 
 
 @pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
-def test_a_plugin_has_cores_version_and_python_and_depends_on_exactly_that_core(directory):
+def test_a_plugin_has_an_extra_and_cores_version_python_licence_and_requirements(directory):
     plugin = project(directory)
     assert plugin["version"] == CORE["version"]
     assert plugin["requires-python"] == CORE["requires-python"]
     assert f"meshwright=={CORE['version']}" in plugin["dependencies"]
     ours = [each for each in plugin["dependencies"] if each.startswith("meshwright")]
     assert all(each.endswith(f"=={CORE['version']}") for each in ours)
-
-
-@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
-def test_a_plugin_has_an_extra(directory):
+    core = set(CORE["dependencies"])
+    assert {each for each in plugin["dependencies"] if named([each]) <= named(list(core))} <= core
+    assert (directory / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert plugin["license-files"] == ["LICENSE"]
     extra = CORE["optional-dependencies"][extra_of(directory)]
     assert f"{project(directory)['name']}=={CORE['version']}" in extra
     # What it needs of this project comes with it, from a clone too.
@@ -84,9 +84,6 @@ def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_
         assert named, line
         found = {each for name in named[1].split(",") for each in (STRATEGIES if name == "strategies" else [name])}
         assert {each if isinstance(each, str) else extra_of(each) for each in found} == set(map(extra_of, directories))
-
-
-def test_every_strategy_that_is_offered_for_installation_is_a_package_here():
     assert set(installable()) == {directory.name for directory in STRATEGIES}
 
 
@@ -135,12 +132,6 @@ def test_extras_of_a_clone_install_the_plugins_that_lie_in_it(extras: str, expec
     found = would_install(clone, "-e", f".[{extras}]")
     assert found.pop("meshwright") == ("with%20a%20space", True)
     assert found == {project(ROOT / "plugins" / name)["name"]: (name, False) for name in expected}
-
-
-@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
-def test_a_plugin_has_the_licence_of_the_project(directory: Path) -> None:
-    assert (directory / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert project(directory)["license-files"] == ["LICENSE"]
 
 
 # -- each alone
@@ -269,13 +260,6 @@ def test_what_is_imported_is_declared_by_the_distribution_itself(sources):
                 continue
             distributions = {each.lower().replace("_", "-") for each in brings.get(name, [name])}
             assert distributions & declared, f"{path.relative_to(ROOT)} imports {name}, which is declared nowhere"
-
-
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
-def test_a_plugin_takes_the_versions_that_core_takes(plugin):
-    core = set(CORE["dependencies"])
-    own = project(plugin)["dependencies"]
-    assert {each for each in own if named([each]) <= named(list(core))} <= core
 
 
 def test_the_whole_set_up_of_a_clone_is_one_file() -> None:

@@ -110,18 +110,10 @@ def test_two_wrappers_for_one_axis_are_an_error_that_names_both():
     ("strategy", "sizes", "texts"),
     [
         ("shards", {"tp_size": 2}, "tp=2|shards shards dp_replicate, dp_shard|that shard tp: dense.|Or set tp_size=1."),
-        (
-            "shards",
-            {"pp_size": 2},
-            "pp=2|no wrapping strategy takes pp|No installed strategy shards pp.|pp_size=1.",
-        ),
+        ("shards", {"pp_size": 2}, "pp=2|no wrapping strategy takes pp|No installed strategy shards pp.|pp_size=1."),
         ("shards", {"ep_size": 4}, "ep=4|No installed strategy shards ep.|Or set ep_size=1."),
         ("copies", {"dp_replicate_size": 1}, "dp_shard=4|copies shards dp_replicate|that shard dp_shard: shards."),
-        (
-            "copies",
-            {"dp_replicate_size": 1},
-            "leave dp_replicate_size out, or set it to dp_size=4.",
-        ),
+        ("copies", {"dp_replicate_size": 1}, "leave dp_replicate_size out, or set it to dp_size=4."),
         ("copies", {"dp_replicate_size": 2}, "dp_shard=2|set it to dp_size=4"),
         ("single", {}, "dp_shard=4|shards no axis|shard dp_replicate or dp_shard: copies, shards.|Or start one rank"),
         ("single", {"dp_replicate_size": 4}, "dp_replicate=4|copies, shards|Or start one rank"),

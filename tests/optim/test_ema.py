@@ -31,7 +31,7 @@ from meshwright.tensors.pieces import Sharded, tensor_pieces
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, full_weights, train_between, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.train.loop.ema import EMA
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run
 
@@ -158,7 +158,13 @@ def resumed(layout: str, case: Case, steps: range, source: str | None, target: s
     # Another seed than the other parts': what is not loaded shows.
     manager = build_manager(*LAYOUTS[layout][1:], case, seed=steps.start)
     ema = EMA(manager, EMAConfig(**SETTINGS["all"]))
-    train_between(manager, case, steps, source, target)
+    if source is not None:
+        # A step of its own first, so that there is state to be replaced.
+        train_steps(manager, case, range(99, 100))
+        load_checkpoint(manager, source)
+    train_steps(manager, case, steps)
+    if target is not None:
+        save_checkpoint(manager, target, step=steps.stop)
     return averaged(manager, ema)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from support.rows_axis import Rows, RowsManager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshwright import Batch, Objective, StrategyConfig, StrategySpec, hookimpl
+from meshwright import Batch, StrategyConfig, StrategySpec, hookimpl
 from meshwright.base.types import OptimizerFactory, TokenStatistic
 from meshwright.manager.gradients import Gradients
 from meshwright.tensors.norms import Groups, scale_to_norm, total_grad_norm
@@ -48,12 +50,10 @@ class DividedTwice(FSDP2Manager):
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
-    def forward_backward(
-        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
-    ) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor, **options: Any) -> Tensor:
         # A count that is too low makes a loss that is too high.
         size = self.mesh.degrees.dp
-        return super().forward_backward(microbatches, num_tokens=num_tokens / size, objective=objective) / size
+        return super().forward_backward(microbatches, num_tokens=num_tokens / size, **options) / size
 
 
 class HalfWatched(FSDP2Manager):
@@ -201,9 +201,7 @@ class GivesOldWeights(DDPManager):
 class IgnoresObjectives(DDPManager):
     """Trains the token loss, whatever it is asked for."""
 
-    def forward_backward(
-        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
-    ) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor, **_: Any) -> Tensor:
         plain = [{name: batch[name] for name in ("input_ids", "labels")} for batch in microbatches]
         return super().forward_backward(plain, num_tokens=torch.tensor(int(num_tokens)))
 
@@ -220,9 +218,8 @@ class SumsOfOneRank(DDPManager):
 
     def forward_backward(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
         loss = super().forward_backward(microbatches, **options)
-        self._own = {
-            "rows": torch.tensor(float(sum((each["labels"][:, 1:] >= 0).any(1).sum() for each in microbatches)))
-        }
+        rows = sum((each["labels"][:, 1:] >= 0).any(1).sum() for each in microbatches)
+        self._own = {"rows": torch.tensor(float(rows))}
         return loss
 
     @property
@@ -237,7 +234,7 @@ class ShufflesStatistics(DDPManager):
         return super().token_stats(microbatches, names)[::-1]
 
 
-class ForgetsTensorParallelism(FSDP2Manager):
+class ForgetsTp(FSDP2Manager):
     """Takes norms by block over the ranks of the data alone."""
 
     def gradient_norms(self) -> dict[str, float]:
@@ -297,44 +294,27 @@ class CountsAllSharers(Rows):
         self.sharers = 1
 
 
-class InBlocksManager(RowsManager):
-    axis = JoinedInBlocks
+SHARDS, COPIES, ROWS = frozenset({"dp_replicate", "dp_shard"}), frozenset({"dp_replicate"}), frozenset({"tp"})
+SHARDED = (Averaging, DividedTwice, HalfWatched, LocalNorm)
+COPIED = (
+    *(LosesMicrobatches, DriftingCopies, AliasedGroups, LosesDecay, LosesSteps, KeepsRates, SwapsGroups, OwnSchedule),
+    *(GivesOldWeights, IgnoresObjectives, KnowsNoObjectives, SumsOfOneRank, ShufflesStatistics, CountsTiedTwice),
+    ClipsForNorms,
+)
 
 
-class WithoutSumManager(RowsManager):
-    axis = JoinedWithoutSum
-
-
-class AllSharersManager(RowsManager):
-    axis = CountsAllSharers
+def _spec(kind: type, axes: frozenset[str], config_cls: type[BaseModel], build: Any = None) -> StrategySpec:
+    """Under the name of the class, such as "loses_decay"."""
+    name = re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower()
+    return StrategySpec(name, kind.__doc__ or "", axes, config_cls, build or kind)
 
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    sharded = frozenset({"dp_replicate", "dp_shard"})
-    copies, rows = frozenset({"dp_replicate"}), frozenset({"tp"})
+    rows = (JoinedInBlocks, JoinedWithoutSum, CountsAllSharers)
     return [
-        StrategySpec("averaging", "Averages.", sharded, FSDP2Config, Averaging),
-        StrategySpec("divided_twice", "Divides twice.", sharded, FSDP2Config, DividedTwice),
-        StrategySpec("half_watched", "Forgets modules.", sharded, FSDP2Config, HalfWatched),
-        StrategySpec("local_norm", "Clips by a local norm.", sharded, FSDP2Config, LocalNorm),
-        StrategySpec("loses_microbatches", "Forgets microbatches.", copies, DDPConfig, LosesMicrobatches),
-        StrategySpec("drifting_copies", "Lets copies drift.", copies, DDPConfig, DriftingCopies),
-        StrategySpec("aliased_groups", "Keeps old groups.", copies, DDPConfig, AliasedGroups),
-        StrategySpec("loses_decay", "Forgets decay.", copies, DDPConfig, LosesDecay),
-        StrategySpec("loses_steps", "Forgets steps.", copies, DDPConfig, LosesSteps),
-        StrategySpec("keeps_rates", "Forgets rates.", copies, DDPConfig, KeepsRates),
-        StrategySpec("swaps_groups", "Swaps groups.", copies, DDPConfig, SwapsGroups),
-        StrategySpec("gives_old_weights", "Gives old weights.", copies, DDPConfig, GivesOldWeights),
-        StrategySpec("own_schedule", "Forgets its schedule.", copies, DDPConfig, OwnSchedule),
-        StrategySpec("ignores_objectives", "Trains something else.", copies, DDPConfig, IgnoresObjectives),
-        StrategySpec("knows_no_objectives", "Has an old signature.", copies, DDPConfig, KnowsNoObjectives),
-        StrategySpec("sums_of_one_rank", "Tells wrong sums.", copies, DDPConfig, SumsOfOneRank),
-        StrategySpec("shuffles_statistics", "Loses the order.", copies, DDPConfig, ShufflesStatistics),
-        StrategySpec("forgets_tp", "Forgets a group.", sharded | {"tp"}, FSDP2Config, ForgetsTensorParallelism),
-        StrategySpec("counts_tied_twice", "Counts twice.", copies, DDPConfig, CountsTiedTwice),
-        StrategySpec("clips_for_norms", "Changes gradients.", copies, DDPConfig, ClipsForNorms),
-        StrategySpec("joined_in_blocks", "Joins rows wrongly.", rows, StrategyConfig, InBlocksManager),
-        StrategySpec("joined_without_sum", "Loses gradients.", rows, StrategyConfig, WithoutSumManager),
-        StrategySpec("counts_all_sharers", "Counts twice.", rows, StrategyConfig, AllSharersManager),
+        *(_spec(kind, SHARDS, FSDP2Config) for kind in SHARDED),
+        *(_spec(kind, COPIES, DDPConfig) for kind in COPIED),
+        _spec(ForgetsTp, SHARDS | ROWS, FSDP2Config),
+        *(_spec(axis, ROWS, StrategyConfig, type("", (RowsManager,), {"axis": axis})) for axis in rows),
     ]

@@ -29,6 +29,7 @@ from meshwright import (
     Loop,
     MeshwrightError,
     StepResult,
+    StopSignals,
     fit,
     load_checkpoint,
 )
@@ -170,16 +171,16 @@ MADE: dict[str, Callable[[], Any]] = {
     "live": _Live,
     "no length": _Epochs,
     "shuffled": lambda: DataLoader(_ids(*range(5)), batch_size=None, shuffle=True),
-    "sampler": lambda: DataLoader(
-        _ids(*range(5)), batch_size=None, sampler=DistributedSampler(range(5), num_replicas=1, rank=0)
-    ),
+    "sampler": lambda: DataLoader(_ids(*range(5)), batch_size=None, sampler=_sampler()),
     "generator": lambda: DataLoader(
         _ids(*range(5)), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(1)
     ),
-    "stateful": lambda: StatefulDataLoader(
-        _ids(*range(5)), batch_size=None, sampler=DistributedSampler(range(5), num_replicas=1, rank=0)
-    ),
+    "stateful": lambda: StatefulDataLoader(_ids(*range(5)), batch_size=None, sampler=_sampler()),
 }
+
+
+def _sampler() -> DistributedSampler[int]:
+    return DistributedSampler(range(5), num_replicas=1, rank=0)
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -223,8 +224,7 @@ def _raised(make: str, directory: str = "") -> tuple[str, str, int]:
     case, steps = Case(), []
     manager = build_manager("fsdp2", {}, {"tp_size": 2} if make == "tensor" else {}, case)
     rank = manager.mesh.rank
-    batch = dict(Rows()[0])
-    batch = {name: tensor[None] for name, tensor in batch.items()}
+    batch = {name: tensor[None] for name, tensor in Rows()[0].items()}
     endless = itertools.repeat(batch)
     loops: dict[str, Callable[[], Loop]] = {
         "earlier": lambda: Loop(batches=itertools.islice(endless, 3 + rank), steps=9),
@@ -236,6 +236,7 @@ def _raised(make: str, directory: str = "") -> tuple[str, str, int]:
             batches=[batch], steps=3, held_out={"a": [batch]}, eval_every=1, early_stopping=EarlyStopping("a", 2 + rank)
         ),
         "kinds": lambda: Loop(batches=[batch] if rank else lambda step: [batch], steps=3),
+        "signals": lambda: Loop([batch], steps=3, signals=StopSignals(["SIGUSR1" if rank else "SIGTERM"])),
         "culprit": lambda: Loop(batches=[batch, batch, {**batch, "text": "a"} if rank else batch], steps=9),
         "callback": lambda: Loop(batches=[batch], steps=3, callbacks=[_fails] if rank else []),
         "held out": lambda: Loop(batches=[batch], steps=3, held_out={"a": _failing([batch]) if rank else [batch]}),
@@ -280,6 +281,7 @@ def _fails(result: StepResult) -> None:
         ("steps", "ConfigError", "ranks disagree on steps of the loop: 3 on rank 0, 4 on rank 1", 0),
         ("stopping", "ConfigError", "ranks disagree on early_stopping of the loop", 0),
         ("kinds", "ConfigError", "ranks disagree on the kind of batches of the loop: a function on rank 0", 0),
+        ("signals", "ConfigError", "signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1", 0),
         ("culprit", "BatchError", "a microbatch holds what is no tensor: text (str)", 2),
     ],
 )
@@ -490,11 +492,11 @@ def test_a_checkpoint_is_saved_when_the_clock_of_the_first_rank_says_so(tmp_path
     assert pool(2).run(_by_the_clock, str(tmp_path)) == [[10, 9, 6, 3]] * 2
 
 
-def _stateful(directory: str, strategy: str, start: int | None, workers: int = 0) -> tuple[list[Any], int]:
+def _stateful(directory: str, strategy: str, start: int | None) -> tuple[list[Any], int]:
     manager, data = build_manager(strategy, {}, {}, Case()), _Counted()
     mesh = manager.mesh
     sampler = DistributedSampler(data, num_replicas=mesh.data_size, rank=mesh.data_rank)
-    loader = StatefulDataLoader(data, batch_size=1, sampler=sampler, num_workers=workers)
+    loader = StatefulDataLoader(data, batch_size=1, sampler=sampler)
     with Checkpointer(manager, directory, keep_last=None) as checkpointer:
         loop = Loop(batches=loader, accumulate=2, steps=8, checkpointer=checkpointer, save_every=1)
         if start is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.checkpoints import step_directory
+from support.checkpoints import flip, step_directory
 from support.runs import EVERY, STEPS, TOLERANCE, Place
 from transformers import AutoModelForCausalLM
 
@@ -38,12 +38,6 @@ def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return whole
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 # -- none of the checkpoints loads
 
 
@@ -51,7 +45,7 @@ def _flip(path: Path) -> None:
 def test_where_no_checkpoint_is_whole_the_run_stops_and_removes_nothing(place: Place) -> None:
     assert place.run(kill_after=5)[1] == "killed"
     for step in place.steps():
-        _flip(step_directory(place.root, step) / "tensors-00000.bin")
+        flip(step_directory(place.root, step) / "tensors-00000.bin")
     before = place.contents()
     for overwrite in (False, True):
         _, error, code = place.run(overwrite=overwrite)
@@ -80,7 +74,7 @@ def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(place: Place
     settings = {"every": EVERY, "keep_last": 1, "asynchronous": False}
     assert place.run(kill_after=7, checkpoint={**settings, "keep_last": 2})[1] == "killed"
     assert place.steps() == [6, 4]
-    _flip(step_directory(place.root, 6) / "tensors-00000.bin")
+    flip(step_directory(place.root, 6) / "tensors-00000.bin")
     # At other steps than before, so that the torn one would count as the newest.
     assert place.run(kill_after=6, checkpoint={**settings, "every": 5})[1] == "killed"
     assert place.steps(place.root / "abandoned-1") == [6]

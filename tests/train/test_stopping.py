@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from kill_sweep import LAYOUTS, Layout, Run, end_session, fingerprint, finish, make_run, members, sweep
+from kill_sweep import LAYOUTS, Layout, Run, end_session, fingerprint, finish, make_run, members, ranks_of, stat_of
 from kill_sweep import STEPS as KILLED_STEPS
+from kill_sweep import sweep as kill_and_resume
 from support.checkpoints import step_directory
 from support.commands import LAUNCHER_VARIABLES, write_run
 from support.runs import Place, output_of_rank
@@ -94,12 +95,11 @@ def _stop(run: Run, after: int, number: int, victim: str, *, launcher: Sequence[
 
 def _rank_1(launcher: int) -> int:
     """Its process, of those that torchrun has started, each in a session of its own."""
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with suppress(OSError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == launcher and b"\0RANK=1\0" in b"\0" + (path / "environ").read_bytes():
-                    return int(path.name)
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(OSError):
+            is_child = stat_of(pid)[1:2] == [str(launcher)]
+            if is_child and b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
     raise AssertionError(f"{launcher} has no rank 1")
 
 
@@ -129,10 +129,6 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
 
 
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.slow
 def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
     saving = {"every": 5000, "on_signal": {"signals": ["SIGINT"]}}
@@ -148,8 +144,7 @@ def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Pat
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        servers = [pid for pid in members(process) if _parent_of(pid) == process.pid]
-        ranks = [pid for pid in members(process) if _parent_of(pid) in servers]
+        ranks = ranks_of(process)
         assert len(ranks) == 2
         # One rank hangs, so that the other waits for it.
         os.kill(ranks[1], signal.SIGSTOP)
@@ -177,15 +172,6 @@ def _agents_traceback(said: str) -> str:
 # -- runs that are killed; the sweep is in kill_sweep.py
 
 
-PIPELINE = "pipeline over single"
-LAYOUTS_TO_RESUME: dict[str, dict[str, Any]] = {
-    **LAYOUTS,
-    "single": {"strategy": "single", "nproc": 1},
-    "ddp": {"strategy": "ddp", "nproc": 2},
-    "pipeline over ddp": {"strategy": "ddp", "nproc": 4, "pp_size": 2},
-}
-
-
 @pytest.mark.slow
 def test_a_run_killed_while_it_trains_and_while_it_saves_ends_as_one_that_was_not(workplace: Path) -> None:
     layout = Layout(workplace, "killed", LAYOUTS["fsdp2"], random.Random(0))
@@ -194,23 +180,15 @@ def test_a_run_killed_while_it_trains_and_while_it_saves_ends_as_one_that_was_no
     layout.end()
 
 
-@pytest.mark.zoo
-@pytest.mark.parametrize("name", LAYOUTS_TO_RESUME)
-def test_a_killed_run_ends_with_the_numbers_and_weights_of_one_that_was_not(name: str, workplace: Path) -> None:
-    layout = Layout(workplace, name, LAYOUTS_TO_RESUME[name], random.Random(name))
-    layout.kill("training", "all")
-    layout.end()
-
-
 @pytest.mark.slow
 def test_a_killed_pipeline_ends_as_one_that_was_not_and_goes_on_without_one_at_the_same_rates(workplace: Path) -> None:
     # Two stages on a rank, so groups in another number than elsewhere.
     settings = {"strategy": "single", "nproc": 2, "pp_size": 2, "wrapper_config": {"pipeline": {"pp_schedule": "zbv"}}}
-    layout = Layout(workplace, PIPELINE, settings, random.Random(PIPELINE))
+    layout = Layout(workplace, "pipeline over single", settings, random.Random(0))
     found = layout.run.checkpoints
     while not found.is_dir() or not any(path.name[-1].isdigit() for path in found.iterdir()):
         layout.kill("training", "all")
-    other = make_run(workplace, "other", LAYOUTS_TO_RESUME["single"])
+    other = make_run(workplace, "other", {"strategy": "single", "nproc": 1})
     shutil.copytree(layout.run.directory, other.directory)
     layout.end()
     finish("train", str(other.file))
@@ -220,8 +198,9 @@ def test_a_killed_pipeline_ends_as_one_that_was_not_and_goes_on_without_one_at_t
 
 
 @pytest.mark.zoo
-def test_random_kills(tmp_path: Path) -> None:
-    kills = [kill for kill, _ in sweep(tmp_path, 8, 3, "fsdp2")]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_random_kills(name: str, tmp_path: Path) -> None:
+    kills = [kill for kill, _ in kill_and_resume(tmp_path, 8, 3, name)]
     assert len({kill.moment for kill in kills}) == 7
 
 
@@ -317,51 +296,30 @@ def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another
     assert pool(2).run(_signalled_as_it_leaves) == [2, 2]
 
 
-def _messages(case: Case, signals: StopSignals | None) -> tuple[int, list[int]]:
-    """How many messages of all ranks a loop sends, and how many numbers each has."""
+def _messages(signals: StopSignals | None) -> list[int]:
+    """How many numbers each message to all ranks has that a loop sends."""
     manager, _ = _built()
-    mesh = manager.mesh
-    sent: list[int] = []
-    exchanged = mesh.world._exchanged
+    mesh, sent = manager.mesh, list[int]()
 
     def noted(*numbers: Any) -> Any:
         sent.append(sum(map(len, numbers)))
-        return exchanged(*numbers)
+        return type(mesh.world)._exchanged(mesh.world, *numbers)
 
     mesh.world._exchanged = noted  # type: ignore[method-assign]
-    loop = Loop(batches=lambda step: share(case, step, mesh.data_rank, mesh.data_size), steps=5, signals=signals)
-    fit(manager, loop)
-    mesh.world._exchanged = exchanged  # type: ignore[method-assign]
-    return len(sent), sent
+    fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), steps=5, signals=signals))
+    return sent
 
 
-def _with_and_without() -> list[Any]:
+def _with_and_without() -> tuple[list[int], list[int]]:
     with StopSignals(["SIGUSR1"]) as signals:
-        return [_messages(Case(), None), _messages(Case(), signals)]
+        return _messages(None), _messages(signals)
 
 
 @pytest.mark.slow
 def test_signals_that_may_come_cost_a_step_no_message_and_no_byte() -> None:
     for without, with_signals in pool(2).run(_with_and_without):
         assert with_signals == without
-        assert without[0] >= 5
-
-
-def _apart() -> str:
-    manager, _ = _built()
-    mesh = manager.mesh
-    names = ["SIGUSR1"] if mesh.rank else ["SIGTERM"]
-    batches = share(Case(), 0, mesh.data_rank, mesh.data_size)
-    try:
-        fit(manager, Loop(batches=lambda step: batches, steps=1, signals=StopSignals(names)))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_would_stop_on_different_signals_are_refused() -> None:
-    for told in pool(2).run(_apart):
-        assert "ranks disagree on signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1" in told
+        assert len(without) >= 5
 
 
 def _stopped_and_on(strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str) -> Any:

@@ -1,61 +1,53 @@
-"""The base of strategies in which each rank runs the whole model on its own microbatches.
-
-A strategy replaces hooks: `shard` lays out the model, `sync_gradients` defers the reduction. One thing, since it is one
-class.
-"""
+"""The base of strategies in which each rank runs the whole model on its own microbatches."""
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ..base.errors import StrategyError
-from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
+from ..base.types import Batch, Objective, TokenStatistic
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
-from ..model.layout import ModelLayout, note_ties
+from ..model.layout import note_ties
 from ..model.weights import Weights, fill, materialize
-from ..optim.groups import Trained, for_model, what_is_trained
-from ..optim.trial import call_factory, check_optimizer
+from ..step.agreement import Terms, agree, announce, frozen_share
 from ..step.axis import Axis
-from ..strategy.contract import StrategyManager
+from ..step.objective import Given, Tally, without_columns
+from ..step.tokens import Recorder
 from ..strategy.registry import model_layout
-from ..tensors import state as states
 from ..tensors.norms import check_clip
-from ..tensors.pieces import Sharded
-from ..tensors.state import DTENSORS, Averages, OptimizerState, Parts, ShardedState, TensorKind
 from .forward import Forward
-from .gradients import Findings, Gradients
+from .gradients import Ending, Findings, Gradients
 from .start import (
     check_new,
+    check_nothing_pending,
     check_reduce_dtype,
     check_trainable,
     equal_weights,
-    require_model,
-    require_optimizer,
     share_random_state,
     take,
 )
-from .steps import StepRunner, TrainableParameters
+from .stateful import StatefulManager
+from .steps import Steps, TrainableParameters
 
 if TYPE_CHECKING:
     from ..model.budget import BudgetedBlocks
     from ..model.offload import OffloadedBlocks
 
 
-class DataParallelManager(StrategyManager):
+class DataParallelManager(StatefulManager):
     """Trains one model, or one stage of a pipeline, of which every rank runs all layers.
 
-    A subclass implements `shard` and may replace the other hooks, which come first below. One thing, since a strategy
-    may replace any method, and finds all of them here.
+    A subclass implements `shard`, which lays out the model, and may replace the other hooks, which come first below;
+    those of the optimizer and of state are in `StatefulManager`.
+    One thing, since a strategy may replace any method, and finds all steps here.
 
     Attributes:
         model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
@@ -69,18 +61,12 @@ class DataParallelManager(StrategyManager):
         parameter_names: name of each parameter that the optimizer trains; set by `build_optimizer`.
     """
 
-    model: nn.Module
     module: nn.Module
-    layout: ModelLayout
     axes: list[Axis]
-    parts: Parts = DTENSORS
     activations: BudgetedBlocks | OffloadedBlocks | None = None
     in_pipeline: bool = False
     forward: Forward
     gradients: Gradients
-    may_train: TrainableParameters
-    parameter_names: Mapping[nn.Parameter, str]
-    averages: Averages | None = None
     shards_on_meta: ClassVar[bool] = False
     """Whether `shard` takes a model on the meta device, which gets memory and values afterwards."""
     runs_in_pipeline: ClassVar[bool] = False
@@ -88,9 +74,8 @@ class DataParallelManager(StrategyManager):
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config, self.mesh, self.axes = config, mesh, []
-        self._optimizer: Optimizer | None = None
-        self._parallelized = self._gradients_are_checked = False
-        self._runner = StepRunner(self)
+        self._gradients_are_checked = False
+        self._steps, self._recorder = Steps(mesh, self.trainable), Recorder()
 
     # -- hooks: the model
 
@@ -105,10 +90,6 @@ class DataParallelManager(StrategyManager):
     def parameters_on(self) -> torch.device:
         """Device of the parameters after `shard`."""
         return self.mesh.device
-
-    def named_trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What the optimizer trains, by name, as `parts` knows it."""
-        return list(self.may_train.named())
 
     def trainable(self) -> Iterator[nn.Parameter]:
         """The parameters that may train, each once, as they are after sharding; see [Note: frozen later]."""
@@ -169,22 +150,6 @@ class DataParallelManager(StrategyManager):
     def after_weights(self) -> None:
         """Called after each deferred weight-gradient pass except the last, which is followed by the reduction."""
         self.after_backward(is_last=False)
-
-    # -- hooks: state
-
-    def optimizer_state(self, *, full: bool) -> dict[str, Any]:
-        """Return the optimizer's part of `state_dict`."""
-        return states.optimizer_state(
-            self.optimizer, self.parameter_names, self.mesh.world, full=full, parts=self.parts
-        )
-
-    def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
-        """Load the optimizer's part of `state_dict`."""
-        names = self.parameter_names
-        states.load_optimizer_state(self.optimizer, names, state, self.mesh.world, full=full, parts=self.parts)
-
-    def after_loading(self) -> None:
-        """Called when parameters and optimizer state have been written in place."""
 
     # -- the model
 
@@ -251,38 +216,57 @@ class DataParallelManager(StrategyManager):
                 whole.enter_context(axis.whole())
             yield [self.model]
 
-    def _require_model(self) -> None:
-        require_model(self.model if self._parallelized else None)
-
-    @property
-    def _running(self) -> StepRunner:
-        self._require_model()
-        return self._runner
-
     # -- steps
 
     def forward_backward(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        return self._running.forward_backward(microbatches, num_tokens, objective)
+        self._require_model()
+        self._steps.settle()
+        given = self._given(objective)
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
+        check_nothing_pending(self.trainable())
+        if not self.module.training:
+            self.module.train()
+        microbatches, losses = agreed.microbatches, list[Tensor]()
+        inputs, count = without_columns(given, microbatches), len(microbatches)
+        with self.in_step(inputs, agreed.longest):
+            tally = self._tally(given, microbatches)
+            self._choose_activations(inputs)
+            for index, batch in enumerate(microbatches):
+                is_last = index == len(microbatches) - 1
+                with self.sync_gradients(is_last=is_last):
+                    loss = self.forward.loss(batch, agreed.num_tokens, count, tally)
+                    loss.backward()
+                self.after_backward(is_last=is_last)
+                losses.append(loss.detach())
+        findings = self.finish_gradients()
+        self.drop_frozen()
+        return self._summed(losses, tally, self._steps.trained([findings], None, tally))
 
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        return self._running.eval_loss(microbatches, num_tokens, objective)
+        self._require_model()
+        losses, tally = self._evaluated(microbatches, num_tokens, self._given(objective))
+        return self._summed(losses, tally, self._steps.evaluated(tally))
 
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
-        return self._running.token_stats(microbatches, names)
+        self._require_model()
+        self._recorder.begin(names)
+        self._evaluated(microbatches, None, self._steps.noting(self._recorder, self.forward.taken))
+        return self._recorder.found
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        return self._running.announce(microbatches, objective)
+        self._require_model()
+        return announce(microbatches, self.mesh, self._terms(self._given(objective)))
 
     @property
     def last_sums(self) -> Mapping[str, Tensor]:
-        return self._runner.steps.last_sums
+        return self._steps.last_sums
 
     def read(self, *values: Tensor) -> list[float]:
-        return self._runner.steps.read(*values)
+        return self._steps.read(*values)
 
     @contextmanager
     def in_step(self, microbatches: Sequence[Batch], longest: int) -> Iterator[None]:
@@ -322,103 +306,44 @@ class DataParallelManager(StrategyManager):
             self.gradients.scale(norm, max_norm)
         return norm
 
-    # -- the optimizer
+    def _evaluated(
+        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
+    ) -> tuple[list[Tensor], Tally | None]:
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
+        microbatches = agreed.microbatches
+        inputs, count = without_columns(given, microbatches), len(microbatches)
+        with self.forward.evaluating(), self.in_step(inputs, agreed.longest), torch.no_grad():
+            tally = self._tally(given, microbatches)
+            return [self.forward.loss(batch, agreed.num_tokens, count, tally) for batch in microbatches], tally
 
-    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Make the optimizer, and check that it steps what it gets as it would step whole parameters. Collective."""
-        self._require_model()
-        named, trained = self.named_trainable(), self.what_is_trained()
-        self.parameter_names = {parameter: name for name, parameter in named}
-        optimizer = self.mesh.world.together(lambda: call_factory(for_model(factory, trained), named))
-        check_optimizer(optimizer, self.parts, self.mesh.world)
-        self._optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda *_: self._runner.steps.settle())
-        optimizer.register_step_pre_hook(lambda *_: self.drop_frozen())
-        return optimizer
+    def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
+        """Add up the losses of all microbatches and ranks. Scalar, equal on all ranks. Collective."""
+        alike = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
+        further = None if tally is None else tally.sums / self.forward.sharers
+        over = self.mesh.group("dp_cp")
+        total = ending.add_up(losses, losses[0].device, further=further, over=over, alike=alike)
+        for axis in self.axes:
+            axis.add_losses(total)
+        return self._steps.loss(total, tally, ending).to(losses[0].dtype)
 
-    def what_is_trained(self) -> dict[str, Trained]:
-        """Describe the unsharded parameters that the optimizer trains, by name."""
-        named = self.named_trainable()
-        return what_is_trained(self.model, self.layout, named, lambda each: self.parts.shape(each, each))
+    def _given(self, objective: Objective | None) -> Given | None:
+        return self._steps.given(objective, self.forward.taken)
 
-    @property
-    def optimizer(self) -> Optimizer:
-        return require_optimizer(self._optimizer)
+    def _tally(self, given: Given | None, microbatches: Sequence[Batch]) -> Tally | None:
+        takes_loss = given is None or given.on == "tokens"
+        self.forward.try_out(without_columns(given, microbatches), takes_loss=takes_loss)
+        return self._steps.tally(given, functools.partial(self.forward.try_objective, microbatches[0]))
 
-    @property
-    def has_optimizer(self) -> bool:
-        return self._optimizer is not None
+    def _terms(self, given: Given | None) -> Terms:
+        frozen = frozen_share(self.mesh, ((name, 0, 1) for name in self.may_train.frozen()))
+        return self.forward.terms(self.check_step, given, frozen)
 
-    def drop_frozen(self) -> None:
-        """Drop the gradients of parameters that are frozen now; see [Note: frozen later]."""
-        frozen = self.may_train.frozen()
-        for name, trained in self.named_trainable() if frozen else ():
-            if name in frozen:
-                trained.grad = None
+    def _choose_activations(self, microbatches: Sequence[Batch]) -> None:
+        """Choose, under a memory budget, which activations blocks keep. Collective, once."""
+        if self.activations is None:
+            return
+        from ..model.budget import ONE_STAGE, choose, without_choice
 
-    def optimizer_step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def drop_gradients(self) -> None:
-        self._runner.steps.settle()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def keep_averages(self) -> Sequence[Averages]:
-        """Begin moving averages of the weights; see `meshwright.train.loop.ema.Averaging`."""
-        require_optimizer(self._optimizer)
-        if self.averages is not None:
-            raise StrategyError("this manager keeps an average of its weights already. Use that one.")
-        self.averages = Averages(self.parameter_names, self.parts)
-        return [self.averages]
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Put the averages in place of the weights. Collective. StrategyError if none are kept."""
-        if self.averages is None:
-            raise StrategyError("this manager keeps no average of its weights. Make one first (mw.EMA).")
-        with self.loading(None):
-            exchanged = self.averages.exchange()
-        try:
-            yield
-        finally:
-            with self.loading(None):
-                exchanged.undo()
-
-    # -- state
-
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        self._require_model()
-        state: dict[str, Any] = {"model": states.model_state(self.model, self.mesh.world, full=full, parts=self.parts)}
-        if self._optimizer is not None:
-            state["optimizer"] = self.optimizer_state(full=full)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
-        self._require_model()
-        states.load_model_state(self.model, state["model"], self.mesh.world, full=full, parts=self.parts)
-        if self._optimizer is not None:
-            self.load_optimizer_state(state.get("optimizer", {}), full=full)
-
-    def sharded_state(self) -> ShardedState:
-        optimizer = self._optimizer and states.sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
-        return replace(self._sharded_weights(), optimizer=optimizer)
-
-    def parameter_pieces(self) -> dict[str, Sharded | None]:
-        self._require_model()
-        return {name: states.sharded(value, value, self.parts) for name, value in self.model.named_parameters()}
-
-    @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
-        state = self._sharded_weights()
-        if optimizer is None:
-            yield state
-        else:
-            with states.loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
-                yield replace(state, optimizer=target)
-        self.after_loading()
-
-    def _sharded_weights(self) -> ShardedState:
-        self._require_model()
-        averages = self.averages.sharded() if self.averages is not None else {}
-        return ShardedState(states.sharded_model(self.model, self.parts), averages=averages)
+        largest, world = max(microbatches, key=lambda batch: batch["input_ids"].numel()), self.mesh.world
+        for blocks in without_choice([self.activations]):
+            choose([blocks], [lambda: self.forward.rehearse(largest)], [world], ONE_STAGE, world)

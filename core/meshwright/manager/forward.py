@@ -6,6 +6,7 @@ Shapes: B sequences of a microbatch, S positions of each, K ids at each position
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -60,13 +61,8 @@ class Forward:
         self._options_if_in_parts = {each: forward_options(model, in_parts=each) for each in (False, True)}
         self._rope_length = RopeLength(model)
         self._vocab_size: int | None = getattr(config, "vocab_size", None)
-        self._make_row_loss = functools.partial(
-            RowLoss,
-            RowHead(model, head) if head else None,
-            chunk_rows,
-            model=type(model).__name__,
-            vocab_size=self._vocab_size,
-        )
+        row_head, name = RowHead(model, head) if head else None, type(model).__name__
+        self._make_row_loss = functools.partial(RowLoss, row_head, chunk_rows, model=name, vocab_size=self._vocab_size)
 
     def attach(self, module: nn.Module) -> None:
         """Call `module`, the sharded model or a wrapper around it, from now on."""
@@ -92,9 +88,8 @@ class Forward:
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches that an axis cannot divide; BatchError on this rank, no collective."""
-        for axis in self._axes:
-            for batch in microbatches:
-                axis.check_batch(batch)
+        for axis, batch in itertools.product(self._axes, microbatches):
+            axis.check_batch(batch)
 
     def divide(self, batch: Batch, objective: Given | None = None) -> Batch:
         """Return this rank's part of a microbatch, as `share_of_loss` takes it."""
@@ -114,8 +109,9 @@ class Forward:
     @contextmanager
     def around_step(self, longest: int) -> Iterator[None]:
         with ExitStack() as contexts:
-            for each in (self._rope_length.within_step(longest), *(axis.around_step() for axis in self._axes)):
-                contexts.enter_context(each)
+            contexts.enter_context(self._rope_length.within_step(longest))
+            for axis in self._axes:
+                contexts.enter_context(axis.around_step())
             yield
 
     @contextmanager

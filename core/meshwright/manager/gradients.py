@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -49,16 +50,15 @@ class Findings:
                 yield from each
 
     def leave(self) -> None:
-        for each in self.trained:
-            for parameter in each:
-                parameter.grad = None
+        for parameter in chain.from_iterable(self.trained):
+            parameter.grad = None
         if self.void is not None:
             self.void()
 
     def tell(self, world: World) -> None:
         """Settle at once, by a control-plane message, for loops by hand; raise any rank's error on all. Collective."""
         error = self.error(self.values.tolist() if self.values is not None else ())
-        (wrong,), used = world.exchange([int(error is not None)], [int(each) for each in self.used])
+        (wrong,), used = world.exchange([error is not None], self.used)
         if wrong:
             self.leave()
             world.raise_any(error)
@@ -72,23 +72,17 @@ class Ending:
     def __init__(self, parts: Sequence[Findings] = (), shared: Findings | None = None) -> None:
         self._parts, self._shared = parts, shared or Findings()
         self._all = (self._shared, *parts)
+        self._used = [float(is_used) for part in self._all for is_used in part.used]
+        self._can_be_wrong = any(part.is_wrong is not None for part in parts)
         self._sums: Tensor | None = None
-
-    @property
-    def can_be_wrong(self) -> bool:
-        return any(part.is_wrong is not None for part in self._parts)
-
-    @property
-    def _own_used(self) -> list[float]:
-        return [float(is_used) for part in self._all for is_used in part.used]
 
     def add_up(
         self,
         losses: Sequence[Tensor],
         device: torch.device,
         *,
-        further: Tensor | None = None,
         over: dist.ProcessGroup,
+        further: Tensor | None = None,
         alike: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
     ) -> Tensor:
@@ -96,7 +90,7 @@ class Ending:
         count = 1 + (0 if further is None else further.numel())
         wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
         known = float(sum(each for each in wrong if isinstance(each, bool)))
-        sums = torch.tensor([0.0] * count + [known, *self._own_used], dtype=torch.float64).to(device, non_blocking=True)
+        sums = torch.tensor([0.0] * count + [known, *self._used], dtype=torch.float64).to(device, non_blocking=True)
         if losses:
             sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
         if further is not None:
@@ -105,7 +99,7 @@ class Ending:
             if isinstance(each, Tensor):
                 sums[count] += each
         dist.all_reduce(sums, group=over)
-        if alike is not None and self.can_be_wrong:
+        if alike is not None and self._can_be_wrong:
             dist.all_reduce(sums[count : count + 1], group=alike)
         if stages is not None:
             dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stages)
@@ -116,7 +110,7 @@ class Ending:
         """Drop, once, the gradients that no rank has used; return the values of `also`, read with the same wait."""
         sums, self._sums = self._sums, None
         unused = (each for part in self._all for each in part.unused())
-        asks = self.can_be_wrong or any(part.values is not None for part in self._parts)
+        asks = self._can_be_wrong or any(part.values is not None for part in self._parts)
         if sums is None or (not asks and next(unused, None) is None):
             return _read([each.detach().reshape(1) for each in also]) if also else []
         own = [part.values for part in self._parts if part.values is not None]
@@ -124,7 +118,7 @@ class Ending:
         values, wrong = [next(read) for _ in also], next(read)
         used = [next(read) for _ in range(sums.numel() - 1)]
         # In a planned world the sums have no values, since losses are among them.
-        used = world.select(used, self._own_used)
+        used = world.select(used, self._used)
         errors = [
             part.error([next(read) for _ in range(part.values.numel())] if part.values is not None else ())
             for part in self._parts
@@ -163,9 +157,9 @@ class Gradients:
     def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
         """Return the norm of all gradients but those of some parameters; float64, equal on all ranks. Collective."""
         left_out = set(without)
-        pairs = [(p.grad, p) for p in self._trainable() if p.grad is not None and p not in left_out]
-        groups = [self.groups_of(parameter) for _, parameter in pairs]
-        gradients = [grad for grad, _ in pairs]
+        counted = [each for each in self._trainable() if each.grad is not None and each not in left_out]
+        gradients = [each.grad for each in counted if each.grad is not None]
+        groups = [self.groups_of(each) for each in counted]
         return total_grad_norm(gradients, norm_type, wide=self._wide, groups=groups, device=self._mesh.device)
 
     def norms_by_part(self, layout: ModelLayout, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
@@ -175,10 +169,9 @@ class Gradients:
 
     def squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
         """Return the sum of squares of each part's gradients, float64, (names,), on the CPU. Collective."""
-        numbers = {name: number for number, name in enumerate(names)}
         groups = [self.groups_of(parameter) for parameter in parts]
-        each = [numbers[name] for name in parts.values()]
-        return squares_by_part(list(parts), each, len(names), groups, wide=self._wide)
+        numbers = [names.index(name) for name in parts.values()]
+        return squares_by_part(list(parts), numbers, len(names), groups, wide=self._wide)
 
     def groups_of(self, parameter: nn.Parameter) -> Groups:
         if parameter not in self._groups:
@@ -215,5 +208,4 @@ class Gradients:
         """Replace the gradient by the sum of `copy_of` over stages, which may be modified. Collective on the stage."""
         if trained.grad is None:
             trained.grad = torch.zeros_like(trained)
-        local = trained.grad.to_local() if isinstance(trained.grad, DTensor) else trained.grad
-        local.copy_(total)
+        self.copy_of(trained).copy_(total)

@@ -78,14 +78,13 @@ class RowLoss:
 
     def _defect(self, run: Run) -> str | None:
         if self._head is None:
-            if self._vocab_size is not None:
-                shape = run().logits.shape
-                if len(shape) != 3 or shape[-1] < self._vocab_size:
-                    raise ModelError(
-                        f"{self._model} gives logits {tuple(shape)}, which are not those of its vocabulary of "
-                        f"{self._vocab_size} entries, so there is no loss over tokens. Give an objective with on = "
-                        f"'outputs', which is over what its head returns, or train a causal LM."
-                    )
+            shape = () if self._vocab_size is None else tuple(run().logits.shape)
+            if self._vocab_size is not None and (len(shape) != 3 or shape[-1] < self._vocab_size):
+                raise ModelError(
+                    f"{self._model} gives logits {shape}, which are not those of its vocabulary of "
+                    f"{self._vocab_size} entries, so there is no loss over tokens. Give an objective with on = "
+                    f"'outputs', which is over what its head returns, or train a causal LM."
+                )
             return "which layer makes them is not known"
         whole_BSV = run().logits
         # What a strategy makes of the dtype of outputs is made of each row.
@@ -124,10 +123,8 @@ class RowLoss:
 
         def loss(logits: DeferredLogits) -> Tensor:
             self._check(logits.shape, targets_BS, check)
-            rows = self._rows(logits)
-            return token_loss(
-                rows, targets_BS.flatten(), num_tokens, chunk_rows=self._chunk_rows(rows), waiting=head.waiting
-            )
+            rows, targets_N = self._rows(logits), targets_BS.flatten()
+            return token_loss(rows, targets_N, num_tokens, chunk_rows=self._chunk_rows(rows), waiting=head.waiting)
 
         return self._asked(head, run, loss)
 
@@ -164,8 +161,7 @@ class RowLoss:
 
     def rehearse(self, run: Run, rows: int) -> None:
         """Run the model, without gradients, as for the loss of `rows` rows, of which none is computed."""
-        head = self._head_for(rows)
-        if head is None:
+        if (head := self._head_for(rows)) is None:
             run()
         else:
             self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))

@@ -28,7 +28,7 @@ _TAKEN: WeakSet[nn.Module] = WeakSet()
 
 
 def check_new(model: nn.Module, *, has_model: bool) -> None:
-    """Refuse a second model for a manager (StrategyError), and a model that another manager has (ModelError)."""
+    """Refuse a second model for a manager (StrategyError), and one that another manager has (ModelError)."""
     if has_model:
         raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
     if any(each in _TAKEN for each in model.modules()):

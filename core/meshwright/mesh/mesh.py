@@ -7,9 +7,9 @@ Source: torch.distributed.device_mesh.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,10 @@ class Mesh:
             self._views: dict[str | tuple[str, ...], DeviceMesh] = {
                 name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()
             }
-        self._expert_mesh: DeviceMesh | None = None
         self._stage: Mesh | None = None
         self._ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
         if degrees.ep > 1:
-            self._make_expert_mesh()
+            _ = self.expert_mesh
 
     @property
     def rank(self) -> int:
@@ -64,31 +63,25 @@ class Mesh:
                 f"Set backend={self.backend}, or start the process group with {wanted!r}."
             )
 
-    @property
+    @functools.cached_property
     def expert_mesh(self) -> DeviceMesh:
         """The second mesh, of `EXPERT_AXES`; made on first use, which is collective, where `ep` has one rank."""
-        return self._make_expert_mesh() if self._expert_mesh is None else self._expert_mesh
-
-    def _make_expert_mesh(self) -> DeviceMesh:
-        shape = [getattr(self.degrees, axis) for axis in EXPERT_AXES]
-        ranks = torch.arange(self.world.size).view(shape)
+        ranks = torch.arange(self.world.size).view([getattr(self.degrees, axis) for axis in EXPERT_AXES])
         with same_timeout():
-            self._expert_mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
-        return self._expert_mesh
+            return DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
 
     def check_expert_mesh(self, given: DeviceMesh) -> None:
         """Raise MeshError, on all ranks alike, if `given` is not the expert mesh; it may lack axes of one rank."""
 
-        def placed(mesh: DeviceMesh) -> tuple[list[str], list[int], list[int]]:
+        def placed(mesh: DeviceMesh) -> tuple[list[tuple[str, int]], list[int]]:
             names = mesh.mesh_dim_names or ("",) * mesh.ndim
             axes = [(name, size) for name, size in zip(names, mesh.mesh.shape, strict=True) if size > 1]
-            return [name for name, _ in axes], [size for _, size in axes], mesh.mesh.flatten().tolist()
+            return axes, mesh.mesh.flatten().tolist()
 
-        mine = self.expert_mesh
-        if placed(given) != placed(mine):
+        if placed(given) != placed(self.expert_mesh):
             raise MeshError(
-                f"the given mesh for experts, {given}, is not the one that the sizes give: {mine}. Leave moe_mesh out, "
-                f"or give Mesh.expert_mesh."
+                f"the given mesh for experts, {given}, is not the one that the sizes give: {self.expert_mesh}. Leave "
+                f"moe_mesh out, or give Mesh.expert_mesh."
             )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -140,16 +133,13 @@ class Mesh:
         return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
 
 
-_AXIS_OF: Mapping[str, str] = MappingProxyType(
-    {
-        **{axis: axis for axis in ROOT_AXES},
-        "pipeline_parallel": "pp",
-        "dp": "dp_shard",
-        "data_parallel": "dp_shard",
-        "context_parallel": "cp",
-        "tensor_parallel": "tp",
-    }
-)
+_AXIS_OF = {axis: axis for axis in ROOT_AXES} | {
+    "pipeline_parallel": "pp",
+    "dp": "dp_shard",
+    "data_parallel": "dp_shard",
+    "context_parallel": "cp",
+    "tensor_parallel": "tp",
+}
 
 
 def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
@@ -160,12 +150,16 @@ def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceM
         moe_mesh: the mesh for experts, whose axis `ep` gives their degree.
     """
     degrees = degrees_of(given, moe_mesh)
-    if isinstance(given, Mesh):
-        _check_claims(degrees, claims)
-        return given
-    if "dp_shard" not in claims and "dp_replicate" in claims:
+    if not isinstance(given, Mesh) and "dp_shard" not in claims and "dp_replicate" in claims:
         degrees = replace(degrees, dp_replicate=degrees.dp, dp_shard=1)
-    _check_claims(degrees, claims)
+    unclaimed = [axis for axis in degrees.above_one() if axis not in claims]
+    if unclaimed:
+        raise MeshError(
+            f"the mesh is {degrees}, but this strategy does not shard {', '.join(unclaimed)}. It shards "
+            f"{', '.join(axis for axis in CLAIMABLE_AXES if axis in claims)}: use one rank along the others."
+        )
+    if isinstance(given, Mesh):
+        return given
     sharing = degrees.dp_shard * degrees.cp * degrees.tp
     if sharing % degrees.ep:
         raise MeshError(
@@ -189,32 +183,19 @@ def degrees_of(given: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> 
             f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
             f"Mesh(MeshSizes(...).resolve(world.size), world)."
         )
-    experts = 1
-    if moe_mesh is not None and "ep" in (moe_mesh.mesh_dim_names or ()):
-        experts = int(moe_mesh["ep"].size())
-    return Degrees(**_sizes(given), ep=experts)
-
-
-def _check_claims(degrees: Degrees, claims: Collection[str]) -> None:
-    unclaimed = [axis for axis in degrees.above_one() if axis not in claims]
-    if unclaimed:
-        raise MeshError(
-            f"the mesh is {degrees}, but this strategy does not shard {', '.join(unclaimed)}. It shards "
-            f"{', '.join(axis for axis in CLAIMABLE_AXES if axis in claims)}: use one rank along the others."
-        )
-
-
-def _sizes(given: DeviceMesh) -> dict[str, int]:
     names = given.mesh_dim_names or tuple(f"axis {index}" for index in range(given.ndim))
-    told = dict(zip(names, given.mesh.shape, strict=True))
-    axes = {name: size for name, size in zip(names, given.mesh.shape, strict=True) if size > 1}
+    sizes = dict(zip(names, given.mesh.shape, strict=True))
+    axes = {name: size for name, size in sizes.items() if size > 1}
     unknown = [name for name in axes if name not in _AXIS_OF]
     if unknown:
-        raise MeshError(f"the mesh {told} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_OF)}.")
+        raise MeshError(f"the mesh {sizes} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_OF)}.")
     ours = [_AXIS_OF[name] for name in axes]
     if ours != sorted(set(ours), key=ROOT_AXES.index):
         raise MeshError(
-            f"the axes of the mesh {told} are {', '.join(ours)}, in this order, but a manager takes each once and in "
+            f"the axes of the mesh {sizes} are {', '.join(ours)}, in this order, but a manager takes each once and in "
             f"the order {', '.join(ROOT_AXES)}. Make the mesh so."
         )
-    return dict(zip(ours, axes.values(), strict=True))
+    experts = 1
+    if moe_mesh is not None and "ep" in (moe_mesh.mesh_dim_names or ()):
+        experts = int(moe_mesh["ep"].size())
+    return Degrees(**dict(zip(ours, axes.values(), strict=True)), ep=experts)

@@ -92,10 +92,8 @@ class Witness(Protocol):
 class Progress:
     """Position of this rank. Each write assigns one value, so there is no lock; no clock is read.
 
-    Attributes:
-        steps: of the last steps, the rank's own seconds and those of the whole step.
-        signs: of all ranks, as the first rank has read them last; each time a new mapping.
-        on_settled: called once, when the second step begins; from then on the limit of silence is lower.
+    `steps` holds the rank's own seconds and those of the whole step; `signs` are those that the first rank read last;
+    `on_settled` is called once, when the second step begins, from which on the limit of silence is lower.
     """
 
     def __init__(self) -> None:

@@ -127,25 +127,22 @@ class MeshSizes(FrozenModel):
                 f"only one size can be inferred from the world size {world_size}, but {len(unset)} are left open: "
                 f"{', '.join(unset)}. Give all of them but one."
             )
-        if not unset:
-            if product != world_size:
+        if unset:
+            if world_size % product:
                 raise MeshError(
-                    f"sizes do not fill the world: {text} = {product}, but the world size is {world_size}. "
-                    + self._remedy(given, world_size)
+                    f"sizes do not fill the world: {text} = {product} does not divide the world size {world_size}, "
+                    f"so {unset[0]} cannot be inferred. Start a multiple of {product} ranks, or change the sizes."
                 )
+            return {**given, unset[0]: world_size // product}
+        if product == world_size:
             return given
-        if world_size % product:
-            raise MeshError(
-                f"sizes do not fill the world: {text} = {product} does not divide the world size {world_size}, "
-                f"so {unset[0]} cannot be inferred. Start a multiple of {product} ranks, or change the sizes."
-            )
-        return {**given, unset[0]: world_size // product}
-
-    def _remedy(self, given: dict[str, int], world_size: int) -> str:
-        others = self.known_product() // given["dp_size"]
+        others = product // given["dp_size"]
+        remedy = f"Start a multiple of {others} ranks, or change the sizes."
         if world_size % others == 0:
-            return f"Set dp_size={world_size // others}, leave dp_size out to infer it, or start other ranks."
-        return f"Start a multiple of {others} ranks, or change the sizes."
+            remedy = f"Set dp_size={world_size // others}, leave dp_size out to infer it, or start other ranks."
+        raise MeshError(
+            f"sizes do not fill the world: {text} = {product}, but the world size is {world_size}. {remedy}"
+        )
 
 
 def _divisors(number: int) -> str:

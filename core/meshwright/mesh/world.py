@@ -23,7 +23,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -51,23 +51,22 @@ def settle() -> None:
     # Twice, since this thread may take Python's lock, which freeing a tensor needs, before a gloo thread gets it.
     for _ in range(2):
         time.sleep(_POLL_S)
-        while any(state != "S" for state in _states()) and time.monotonic() < end:
+        while any(map(_is_busy, _TASKS.iterdir())) and time.monotonic() < end:
             time.sleep(_POLL_S)
 
 
 @functools.cache
-def settle_at_exit() -> None:
+def _settle_at_exit() -> None:
     atexit.register(settle)
 
 
-def _states() -> Iterator[str]:
-    for task in os.listdir(_TASKS):
-        try:
-            status = (_TASKS / task / "stat").read_text(encoding="utf-8")
-        except OSError:
-            continue  # the thread has ended
-        if _NAMED in status:
-            yield status.partition(_NAMED)[2][0]
+def _is_busy(task: Path) -> bool:
+    """Whether a thread is one of gloo's that is not asleep."""
+    try:
+        status = (task / "stat").read_text(encoding="utf-8")
+    except OSError:
+        return False  # the thread has ended
+    return _NAMED in status and not status.partition(_NAMED)[2].startswith("S")
 
 
 T = TypeVar("T")
@@ -79,12 +78,11 @@ CONTROL_TAG = 4711
 class World:
     """All ranks of the process group, or those of `group`; as a context manager it ends the group that it has started.
 
-    Attributes:
-        progress: position of this rank in its run, for a watchdog.
-        computes: whether tensors have values and messages arrive; if not, this rank stands for all others.
+    `progress` is the position of this rank in its run, for a watchdog.
     """
 
     computes = True
+    """Whether tensors have values and messages arrive; if not, this rank stands for all others."""
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device, self.group, self.owns_group = device, group, owns_group
@@ -118,8 +116,21 @@ class World:
         if not self._doubles or self.size == 1:
             result = self._exchanged(sums, highs)
             return lambda: result
-        self._begun = waiting = _in_background(lambda: self._exchanged(sums, highs))
-        return waiting
+        found: Future[tuple[list[int], list[int]]] = Future()
+
+        def exchange() -> None:
+            try:
+                found.set_result(self._exchanged(sums, highs))
+            except BaseException as error:
+                found.set_exception(error)
+
+        def wait() -> tuple[list[int], list[int]]:
+            with marked(WAIT):
+                return found.result()
+
+        threading.Thread(target=exchange, daemon=True).start()
+        self._begun = wait
+        return wait
 
     def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
         mine = torch.tensor([*sums, *highs], dtype=torch.int64, device=self._control_device)
@@ -164,11 +175,13 @@ class World:
             self._pass(self.rank + power, send=mine)
 
     def _pass(self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
-        works = [dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG)] if send is not None else []
-        works += [dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG)] if receive is not None else []
-        for work in works:
-            if work is not None:
-                work.wait()
+        works = []
+        if send is not None:
+            works.append(dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG))
+        if receive is not None:
+            works.append(dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG))
+        for work in filter(None, works):
+            work.wait()
 
     def select(self, real: T, planned: T) -> T:
         """Return `real` if this world computes and sends, else `planned`; see `is_planned`."""
@@ -235,10 +248,7 @@ class World:
 def start_world(
     device: torch.device, *, store: dist.Store, rank: int, size: int, timeout_s: float, shares_device: bool = False
 ) -> World:
-    """Start the process group of all ranks, which find each other in a store. Collective.
-
-    `shares_device`: ranks share an accelerator, which NCCL refuses and gloo does not.
-    """
+    """Start the process group of all ranks; NCCL refuses those that share an accelerator, gloo does not. Collective."""
     _use(device)
     backend, bound = "gloo", None
     if device.type != "cpu":
@@ -274,7 +284,7 @@ def existing_world(device: torch.device | str) -> World:
 
 
 def _use(device: torch.device) -> None:
-    settle_at_exit()
+    _settle_at_exit()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 
@@ -287,21 +297,3 @@ def same_timeout() -> AbstractContextManager[None]:
 def new_group(backend: str) -> dist.ProcessGroup:
     """Make another group of all ranks, with a backend of its own; see [Note: one timeout]. Collective."""
     return dist.new_group(backend=backend, timeout=group_timeout())
-
-
-def _in_background(work: Callable[[], T]) -> Callable[[], T]:
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-
-    def wait() -> T:
-        with marked(WAIT):
-            return future.result()
-
-    return wait

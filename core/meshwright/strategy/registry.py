@@ -109,12 +109,16 @@ class Registry:
 
     def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:
         """Add a plugin, by its name in errors, and the strategy it should bring; errors are kept in `failures`."""
-        reason = _defect_of(plugin, name) or self._clash(plugin, name)
+        reason = _defect_of(plugin, name)
+        if reason is None and self._manager.get_plugin(name) is not None:
+            reason = "a plugin of this name is registered already"
+        elif reason is None and self._manager.is_registered(plugin):
+            reason = f"it is the same module as plugin {self._manager.get_name(plugin)}"
         if reason is not None:
-            self._failures.append(Failure(name, reason, strategy))
-            return
-        self._manager.register(plugin, name=name)
-        self._add_strategies(plugin, name, strategy)
+            self.set_aside(Failure(name, reason, strategy))
+        else:
+            self._manager.register(plugin, name=name)
+            self._add_strategies(plugin, name, strategy)
 
     @contextmanager
     def observing(self, *observers: Any) -> Iterator[None]:
@@ -154,16 +158,9 @@ class Registry:
             plugin = entry_point.load()
         except (Exception, SystemExit) as error:
             # A plugin's import can fail in any way.
-            self._failures.append(Failure(name, f"{type(error).__name__}: {error}", strategy))
-            return
-        self.register(plugin, name=name, strategy=strategy)
-
-    def _clash(self, plugin: Any, name: str) -> str | None:
-        if self._manager.get_plugin(name) is not None:
-            return "a plugin of this name is registered already"
-        if self._manager.is_registered(plugin):
-            return f"it is the same module as plugin {self._manager.get_name(plugin)}"
-        return None
+            self.set_aside(Failure(name, f"{type(error).__name__}: {error}", strategy))
+        else:
+            self.register(plugin, name=name, strategy=strategy)
 
     def _implements(self, plugin: Any, hook: str) -> bool:
         return any(caller.name == hook for caller in self._manager.get_hookcallers(plugin) or ())
@@ -185,44 +182,43 @@ class Registry:
             specs = _listed(self._call_own(plugin, "register_strategies"))
         except (Exception, SystemExit) as error:
             reason = f"register_strategies failed: {type(error).__name__}: {error}"
-            self._failures.append(Failure(owner, reason, expected))
+            self.set_aside(Failure(owner, reason, expected))
             return
         for spec in specs:
             defects = _spec_defects(spec)
             if defects:
                 named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
-                label = normalized(spec.name) if named else expected
-                self._failures.append(Failure(owner, "; ".join(defects), label))
+                self.set_aside(Failure(owner, "; ".join(defects), normalized(spec.name) if named else expected))
             else:
                 self._add(spec, owner)
 
     def _add(self, spec: StrategySpec, owner: str) -> None:
         other = self._owners.get(spec.name)
         if other is None:
-            self._specs[spec.name] = spec
-            self._owners[spec.name] = owner
+            self._specs[spec.name], self._owners[spec.name] = spec, owner
         elif other in self._builtins:
-            self._failures.append(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
+            self.set_aside(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
         else:
             # The owner's entry stays, so that a third plugin is refused too.
             self._specs.pop(spec.name, None)
             for one, two in ((owner, other), (other, owner)):
-                reason = f"also registered by plugin {two}; uninstall one of them"
-                self._failures.append(Failure(one, reason, spec.name))
+                self.set_aside(Failure(one, f"also registered by plugin {two}; uninstall one of them", spec.name))
 
     @property
     def failures(self) -> list[Failure]:
         """What cannot be used, and why: plugins, strategies, and aliases that several strategies claim."""
-        return [*self._failures, *self._alias_failures()]
-
-    def _alias_failures(self) -> Iterator[Failure]:
+        found = [*self._failures]
         for alias, names in self._claimed_aliases().items():
             for name in names:
                 if self._is_name(alias):
-                    yield Failure(self._owners[name], f"its alias {alias!r} is the name of another strategy", name)
+                    reason = f"its alias {alias!r} is the name of another strategy"
                 elif len(names) > 1:
                     others = ", ".join(each for each in names if each != name)
-                    yield Failure(self._owners[name], f"its alias {alias!r} is claimed by {others} too", name)
+                    reason = f"its alias {alias!r} is claimed by {others} too"
+                else:
+                    continue
+                found.append(Failure(self._owners[name], reason, name))
+        return found
 
     def _claimed_aliases(self) -> dict[str, list[str]]:
         claimed: dict[str, list[str]] = {}
@@ -339,33 +335,20 @@ def _listed(results: list[Any]) -> list[Any]:
 def _spec_defects(spec: Any) -> list[str]:
     if not isinstance(spec, StrategySpec):
         return [f"{spec!r} is a {type(spec).__name__}, not a meshwright.StrategySpec"]
-    rules: list[tuple[Callable[[], bool], str]] = [
-        (
-            lambda: isinstance(spec.name, str) and spec.name.isidentifier() and spec.name == normalized(spec.name),
-            f"name {spec.name!r} is not a lower-case identifier",
-        ),
-        (lambda: isinstance(spec.summary, str) and bool(spec.summary.strip()), "summary is missing"),
-        (
-            lambda: isinstance(spec.axes, (set, frozenset)) and spec.axes <= set(CLAIMABLE_AXES),
-            f"axes {spec.axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}",
-        ),
-        (
-            lambda: inspect.isclass(spec.config_cls) and issubclass(spec.config_cls, BaseModel),
-            f"config_cls {spec.config_cls!r} is not a pydantic model class",
-        ),
-        (lambda: callable(spec.build), f"build {spec.build!r} is not callable"),
-        (lambda: spec.check is None or callable(spec.check), f"check {spec.check!r} is not callable"),
-        (
-            lambda: not isinstance(spec.aliases, str) and all(alias.strip() for alias in spec.aliases),
-            f"aliases {spec.aliases!r} are not a tuple of strings",
-        ),
-    ]
-    return [text for holds, text in rules if not _safely(holds)]
-
-
-def _safely(rule: Callable[[], bool]) -> bool:
-    try:
-        return rule()
-    except (TypeError, AttributeError):
-        # A part of a wholly wrong type (aliases=None) fails the rule; it must not fail the registry.
-        return False
+    name, axes, aliases, config_cls = spec.name, spec.axes, spec.aliases, spec.config_cls
+    is_listed = isinstance(aliases, Iterable) and not isinstance(aliases, str)
+    rules = {
+        f"name {name!r} is not a lower-case identifier": isinstance(name, str)
+        and name.isidentifier()
+        and name == normalized(name),
+        "summary is missing": isinstance(spec.summary, str) and bool(spec.summary.strip()),
+        f"axes {axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}": isinstance(axes, (set, frozenset))
+        and axes <= set(CLAIMABLE_AXES),
+        f"config_cls {config_cls!r} is not a pydantic model class": inspect.isclass(config_cls)
+        and issubclass(config_cls, BaseModel),
+        f"build {spec.build!r} is not callable": callable(spec.build),
+        f"check {spec.check!r} is not callable": spec.check is None or callable(spec.check),
+        f"aliases {aliases!r} are not a tuple of strings": is_listed
+        and all(isinstance(alias, str) and bool(alias.strip()) for alias in aliases),
+    }
+    return [text for text, holds in rules.items() if not holds]

@@ -5,7 +5,7 @@ The named strategy must claim every axis with a degree above 1, or a wrapping st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,22 +51,17 @@ class Stack:
             if mesh.rank == 0:
                 sizes = " and ".join(f"{axis}_size" for axis in sorted(layer.spec.axes))
                 warn(f"{type(layer.config).__name__} acts on nothing here: {sizes} is 1.", stacklevel=2)
-
-        def make(mesh: Mesh) -> StrategyManager:
-            return self.inner.spec.build(self.inner.config, mesh)
-
-        for layer in reversed(self.wrappers):
-            make = _wrapped(layer, make)
-        manager = make(mesh)
+        manager = self._made(mesh, [*self.wrappers, self.inner])
         manager.strategy = str(self)
         return manager
 
+    def _made(self, mesh: Mesh, layers: Sequence[Layer]) -> StrategyManager:
+        layer, *within = layers
+        inner = [lambda mesh: self._made(mesh, within)] if within else []
+        return layer.spec.build(layer.config, mesh, *inner)
+
     def __str__(self) -> str:
         return " over ".join(layer.spec.name for layer in (*self.wrappers, self.inner))
-
-
-def _wrapped(layer: Layer, inner: Any) -> Any:
-    return lambda mesh: layer.spec.build(layer.config, mesh, inner)
 
 
 def strategy_of(config: Any, registry: Registry | None = None) -> str:
@@ -120,7 +115,7 @@ def resolve(
                 f"wrapper_config holds options for {named.name!r}, which is the named strategy: "
                 f"move them to strategy_config."
             )
-        stack = Stack(_layer(registry.get("single"), {}, "strategy_config"), (_layer(named, config),))
+        stack = Stack(_layer(registry.get("single"), {}), (_layer(named, config),))
     else:
         stack = Stack(_layer(named, config))
     # Claims decide where data parallelism goes, and only data-parallel axes depend on them, so a first resolution
@@ -195,13 +190,11 @@ def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry
     # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
     wanted = _DATA_PARALLEL if axis in _DATA_PARALLEL and not _DATA_PARALLEL & stack.claims else {axis}
     names = " or ".join(sorted(wanted))
-    able = [spec.name for spec in registry.strategies.values() if wanted & spec.axes]
-    if able:
-        lines.append(f"Installed strategies that shard {names}: {', '.join(able)}.")
-    else:
-        lines.append(f"No installed strategy shards {names}.")
-    missing = registry.installable.values()
-    if missing:
+    able = ", ".join(spec.name for spec in registry.strategies.values() if wanted & spec.axes)
+    lines.append(
+        f"Installed strategies that shard {names}: {able}." if able else f"No installed strategy shards {names}."
+    )
+    if missing := registry.installable.values():
         lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")
     if axis == "dp_shard" and "dp_replicate" in stack.claims:
         lines.append(f"{stack} keeps whole copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}.")

@@ -18,11 +18,11 @@ from ..base.errors import MeshwrightError, RankError, TrainingError
 from ..strategy.registry import get_registry, get_strategy
 from . import tasks
 from .case import Case, Outcome
-from .parity import difference, reference, train_case, train_from_checkpoint, train_part
+from .parity import difference, reference, train_case, train_part
 from .pool import pool
 
 Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "objective", "norms", "state", "checkpoint", "resume", "bad input"]
+Kind = Literal["train", "architecture", "objective", "norms", "state", "resume", "bad input"]
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,11 @@ class Cell:
 
     def _try(self) -> Result | str:
         """A result, or the text with which all ranks refuse."""
-        match self.kind:
-            case "state":
-                return self._moving_in_memory()
-            case "checkpoint" | "resume":
-                with tempfile.TemporaryDirectory() as root:
-                    return self._moving_in_checkpoints(root) if self.kind == "checkpoint" else self._resume(root)
+        if self.kind == "state":
+            return self._moving_in_memory()
+        if self.kind == "resume":
+            with tempfile.TemporaryDirectory() as root:
+                return self._moving_in_checkpoints(root)
         known: dict[str, Callable[..., Any]] = {
             "objective": tasks.train_objective,
             "norms": tasks.train_by_block,
@@ -139,12 +138,7 @@ class Cell:
         return dict(self.config), dict(self.sizes), self.case
 
     def _run(self, ranks: int, task: Callable[..., Any], *args: Any) -> list[Any] | str:
-        """Run a task on ranks: its results, or the text with which all ranks refuse.
-
-        Raises:
-            RankError: a rank failed.
-            AssertionError: ranks disagree on whether to refuse.
-        """
+        """Run a task on ranks: its results, or the text with which all ranks refuse; RankError if one fails."""
         answers = pool(ranks).run(_attempt, self.plugin, task, args, device=self.device)
         refusals = {answer.text for answer in answers if isinstance(answer, _Refusal)}
         if not refusals:
@@ -163,21 +157,15 @@ class Cell:
             state[0] = parts[0][1]
             return [outcome for outcome, _ in parts]
 
-        return self._in_parts(train, (0, 2, 3, 4), reference(self.case, self.device))
+        return self._in_parts(train, reference(self.case, self.device))
 
     def _moving_in_checkpoints(self, root: str) -> Result | str:
-        def train(ranks: int, *arguments: Any) -> list[Outcome] | str:
-            return self._run(ranks, train_from_checkpoint, *arguments, *_places(root, arguments[-1]), self.device)
-
-        return self._in_parts(train, (0, 2, 3, 4), reference(self.case, self.device))
-
-    def _resume(self, root: str) -> Result | str:
         expected = tasks.uninterrupted(self.case, self.device)
 
         def train(ranks: int, strategy: str, *arguments: Any) -> list[Outcome] | Result | str:
             steps: range = arguments[-1]
-            places = _places(root, steps)
-            parts = self._run(ranks, tasks.train_resumed, strategy, *arguments, *places, self.device)
+            source, target = f"{root}/{steps.start}" if steps.start else None, f"{root}/{steps.stop}"
+            parts = self._run(ranks, tasks.train_resumed, strategy, *arguments, source, target, self.device)
             if isinstance(parts, str):
                 return parts
             wrong = tasks.wrong_rates(parts, steps, expected)
@@ -185,12 +173,11 @@ class Cell:
                 return Result(self, "failed", f"under {strategy}, {'resumed' if steps.start else 'begun'}: {wrong}")
             return [part.outcome for part in parts]
 
-        return self._in_parts(train, (0, 2, 5, 8, 11), expected.outcome)
+        return self._in_parts(train, expected.outcome)
 
-    def _in_parts(
-        self, train: Callable[..., list[Outcome] | Result | str], bounds: Sequence[int], expected: Outcome
-    ) -> Result | str:
+    def _in_parts(self, train: Callable[..., list[Outcome] | Result | str], expected: Outcome) -> Result | str:
         """Train parts of the steps, each from the state of the one before: the last but one under `single`."""
+        bounds = (0, 2, 3, 4) if self.case.steps == 4 else (0, 2, 5, 8, 11)
         outcomes: list[Outcome] = []
         losses: list[float] = []
         norms: list[float] = []
@@ -230,11 +217,6 @@ class Cell:
         return {name: values.get(value, value) for name, value in named if name in options and name not in self.config}
 
 
-def _places(root: str, steps: range) -> tuple[str | None, str]:
-    """The checkpoints from which a part resumes, and which it saves."""
-    return f"{root}/{steps.start}" if steps.start else None, f"{root}/{steps.stop}"
-
-
 @dataclass(frozen=True)
 class _Refusal:
     text: str
@@ -253,11 +235,9 @@ def _attempt(plugin: str | None, task: Callable[..., Any], args: tuple[Any, ...]
 
 def register(plugin: str | None) -> None:
     """Import a module that brings a strategy, once."""
-    if plugin is not None:
-        module = importlib.import_module(plugin)
-        if module.__name__ not in _registered:
-            get_registry().register(module, name=module.__name__)
-            _registered.add(module.__name__)
+    if plugin is not None and plugin not in _registered:
+        get_registry().register(importlib.import_module(plugin), name=plugin)
+        _registered.add(plugin)
 
 
 _registered: set[str] = set()

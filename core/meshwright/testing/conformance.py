@@ -9,6 +9,7 @@ See `meshwright.testing.cells` for what a cell is and when it passes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 import typing
@@ -96,16 +97,15 @@ def layouts_of(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[
         yield f"{axis}=2", 2, _sizes({axis: 2}, spec), False
         if ranks > 2:
             yield f"{axis}={ranks}", ranks, _sizes({axis: ranks}, spec), True
-    for index, first in enumerate(axes):
-        for second in axes[index + 1 :]:
-            degrees = {first: 2, second: ranks // 2}
-            if ranks >= 4 and ranks % 2 == 0:
-                yield f"{first}=2 x {second}={ranks // 2}", ranks, _sizes(degrees, spec), True
+    has_pairs = ranks >= 4 and ranks % 2 == 0
+    for first, second in itertools.combinations(axes, 2) if has_pairs else ():
+        degrees = {first: 2, second: ranks // 2}
+        yield f"{first}=2 x {second}={ranks // 2}", ranks, _sizes(degrees, spec), True
     if "ep" not in spec.axes:
         return
     # The ranks of `ep` are those of other axes: dp_shard, and perhaps tp or dp_replicate.
     yield "ep=2", 2, {**_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
-    if ranks < 4 or ranks % 2:
+    if not has_pairs:
         return
     yield f"ep={ranks}", ranks, {**_sizes({"dp_shard": ranks}, spec), "ep_size": ranks}, False
     yield f"ep=2 x ep_shard={ranks // 2}", ranks, {**_sizes({"dp_shard": ranks}, spec), "ep_size": 2}, True
@@ -190,8 +190,8 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     yield _entry("ranks use different parameters", replace(routed, route="ranks"), reason=dense)
     yield _entry("state to single and back", replace(base, steps=4), kind="state")
     yield _entry("state to single and back, tied", replace(base, steps=4, tied=True), kind="state")
-    yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="checkpoint")
-    yield _entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="checkpoint", reason=wide)
+    yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="resume")
+    yield _entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="resume", reason=wide)
     yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _options(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)
@@ -218,9 +218,10 @@ def _values(annotation: Any) -> list[Any]:
         return [True, False]
     if annotation is type(None):
         return [None]
+    parts = typing.get_args(annotation)
     match typing.get_origin(annotation):
         case typing.Literal:
-            return list(typing.get_args(annotation))
+            return list(parts)
         case typing.Union | types.UnionType:
-            return [value for part in typing.get_args(annotation) for value in _values(part)]
+            return [value for part in parts for value in _values(part)]
     return []

@@ -14,16 +14,8 @@ from .zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
 TINY: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 36,
-        "intermediate_size": 52,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "vocab_size": 131,
-        "max_position_embeddings": 64,
-    },
+    "llama": {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "vocab_size": 131}
+    | {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64},
     "gpt2": {"n_embd": 36, "n_layer": 3, "n_head": 6, "vocab_size": 131, "n_positions": 64}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
@@ -69,11 +61,7 @@ class _RoutedBlock(nn.Module):
 
 
 def known_models(text: str) -> list[str]:
-    """Return the model names of a comma-separated list, or of "all": every type of the zoo.
-
-    Raises:
-        ConfigError: a name that is no model type of the zoo and none of this module's.
-    """
+    """Return the model names of a comma-separated list, or of "all": every type of the zoo. ConfigError for others."""
     known = zoo_types()
     if text == "all":
         return known
@@ -99,11 +87,7 @@ def case_vocab(model_type: str) -> int:
 def case_model(
     model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype, layers: int | None = None
 ) -> nn.Module:
-    """Return the tiny model of a name: a key of TINY, "routed", or a model type of the zoo.
-
-    Args:
-        layers: number of blocks, for keys of TINY and "routed".
-    """
+    """Return the tiny model of a name: a key of TINY, "routed", or a model type of the zoo, which ignores `layers`."""
     if model_type == "routed":
         torch.manual_seed(seed)
         return RoutedModel(dtype, layers or 3)
@@ -132,11 +116,10 @@ def tiny_model(
 
 
 def adapted_model(model: nn.Module, options: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """Add an adapter of peft that already changes what the model computes.
+    """Add an adapter of peft, with fields of its `LoraConfig`, that already changes what the model computes.
 
-    Args:
-        options: fields of peft's `LoraConfig`; `adapters`: names, of which the first trains, where there are several.
-        seed: of the adapter's values, all of which are drawn, also those that peft starts from zero.
+    The option `adapters` names several, of which the first trains. All values are drawn, also those that peft starts
+    from zero.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.types import OptimizerFactory
-from ..checkpoint import load_checkpoint, save_checkpoint
 from ..launch.open_world import open_world
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
@@ -43,13 +42,9 @@ def build_manager(
     device: str = "cpu",
     wrapper_config: Config | None = None,
 ) -> StrategyManager:
-    """Return the manager of `strategy` with the case's model and optimizer, ready to train. Called on every rank.
+    """Return the manager of `strategy` with the case's model, drawn by `seed`, and optimizer, ready to train.
 
-    Args:
-        config: options of the strategy.
-        sizes: of `MeshSizes`.
-        seed: of the model's weights.
-        wrapper_config: options of strategies around it, by name.
+    Called on every rank; the other arguments are as in `compare`.
     """
     manager, optimizer = build_with_optimizer(
         strategy, config, sizes, case, seed=seed, device=device, wrapper_config=wrapper_config
@@ -108,11 +103,7 @@ def _factory(case: Case) -> OptimizerFactory:
 def train_steps(
     manager: StrategyManager, case: Case, steps: range, before_clip: Callable[[], None] = lambda: None
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return losses, norms and evaluation losses of some steps of the case.
-
-    Args:
-        before_clip: called in each step once gradients are complete.
-    """
+    """Return losses, norms and evaluation losses of some steps, calling `before_clip` once gradients are complete."""
     losses, norms, eval_losses = [], [], []
     for step in steps:
         microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
@@ -131,9 +122,8 @@ def train_steps(
 def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
     """Return every parameter of the model under all of its names, unsharded; also those of other stages. Collective."""
     with manager.unshard() as parts:
-        found = {
-            name: p.detach().clone() for part in parts for name, p in part.named_parameters(remove_duplicate=False)
-        }
+        named = [each for part in parts for each in part.named_parameters(remove_duplicate=False)]
+        found = {name: parameter.detach().clone() for name, parameter in named}
     if manager.mesh.degrees.pp == 1:
         return found
     stages: list[dict[str, Tensor]] = [{}] * manager.mesh.degrees.pp
@@ -186,35 +176,6 @@ def train_part(
         manager.load_state_dict(state if first else {"model": {}, "optimizer": {}}, full=True)
     found = train_steps(manager, case, steps)
     return Outcome(*found, full_weights(manager)), manager.state_dict(full=True)
-
-
-def train_from_checkpoint(
-    strategy: str,
-    config: Config,
-    sizes: Config,
-    case: Case,
-    steps: range,
-    source: str | None,
-    target: str,
-    device: str = "cpu",
-) -> Outcome:
-    """The task of one rank: some steps of the case, from a checkpoint if there is one, and into another."""
-    manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
-    return Outcome(*train_between(manager, case, steps, source, target), full_weights(manager))
-
-
-def train_between(
-    manager: StrategyManager, case: Case, steps: range, source: str | None, target: str | None
-) -> tuple[list[float], list[float], list[float]]:
-    """As `train_steps`, from a checkpoint if there is one, and into another if it is named."""
-    if source is not None:
-        # A step of its own first, so that there is state to be replaced.
-        train_steps(manager, case, range(99, 100))
-        load_checkpoint(manager, source)
-    found = train_steps(manager, case, steps)
-    if target is not None:
-        save_checkpoint(manager, target, step=steps.stop)
-    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -44,11 +44,7 @@ _PRELOADED = [
 
 
 class WorkerPool:
-    """`size` processes, each a rank. Use `pool(size)` to share one.
-
-    Args:
-        size: world size of every task.
-    """
+    """`size` processes, each a rank. Use `pool(size)` to share one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -97,9 +93,7 @@ class WorkerPool:
     def close(self, *, grace_s: float = 0.0) -> None:
         """End the workers; the next task starts new ones.
 
-        Args:
-            grace_s: time for idle workers to clean up [s]; without it, what torch's compiler shares between processes
-                is reported as leaked.
+        Without `grace_s` [s] to clean up, what torch's compiler shares between processes is reported as leaked.
         """
         for _, connection in self._workers:
             connection.close()
@@ -107,7 +101,6 @@ class WorkerPool:
         for process, _ in self._workers:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
-        for process, _ in self._workers:
             process.join()
         self._workers = []
 

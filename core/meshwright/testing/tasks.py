@@ -67,11 +67,7 @@ def train_by_block(
     wrapper_config: Config | None = None,
     asks: bool = True,
 ) -> FoundNorms:
-    """Train and ask for norms by block in each step, if `asks`.
-
-    Raises:
-        AssertionError: asking has changed gradients.
-    """
+    """Train and ask for norms by block in each step, if `asks`; AssertionError if asking has changed gradients."""
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     by_block: list[dict[str, float]] = []
 
@@ -88,9 +84,9 @@ def train_by_block(
 
 def _gradients(manager: StrategyManager) -> list[Tensor | None]:
     """Copies of the gradients that the optimizer would step with."""
-    trained = [parameter for group in manager.optimizer.param_groups for parameter in group["params"]]
-    local = [each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad for each in trained]
-    return [None if gradient is None else gradient.clone() for gradient in local]
+    gradients = [parameter.grad for group in manager.optimizer.param_groups for parameter in group["params"]]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    return [None if each is None else each.clone() for each in local]
 
 
 @functools.lru_cache(maxsize=64)
@@ -104,12 +100,10 @@ def norms_reference(case: Case, device: str = "cpu") -> FoundNorms:
 
 @dataclass(frozen=True)
 class FoundObjective:
-    """What a rank saw of an objective.
+    """What a rank saw of an objective, with further sums among the losses.
 
-    Attributes:
-        outcome: further sums are among the losses.
-        first: index of this rank's first sequence in the global batch.
-        log_probs: of the last step's labels, (sequences, S), as `token_stats` returns them after the step.
+    `log_probs` are those of the last step's labels, (sequences, S), as `token_stats` returns them after the step;
+    `first` is the index of this rank's first sequence in the global batch.
     """
 
     outcome: Outcome
@@ -181,14 +175,8 @@ Settings = frozenset[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank saw of some steps.
-
-    Parameters may agree by luck, such as after a schedule's last steps; the settings of a step do not.
-
-    Attributes:
-        reported: learning rate of each step, as observers see it.
-        stepped: of each step, the settings of all groups of all optimizers that stepped.
-    """
+    """What a rank saw of some steps: of each, the learning rate as observers see it, and the settings of all groups of
+    all optimizers that stepped. Parameters may agree by luck, such as after a schedule's last steps; these do not."""
 
     outcome: Outcome
     reported: list[float]
@@ -238,9 +226,8 @@ def _settings(group: Mapping[str, Any]) -> Settings:
 @functools.lru_cache(maxsize=64)
 def uninterrupted(case: Case, device: str = "cpu") -> Part:
     """Return the case under `single`, on one rank, in one part."""
-    case = case.undivided()
-    (part,) = pool(1).run(train_resumed, "single", {}, {}, case, range(case.steps), None, None, device, device=device)
-    return part
+    arguments: tuple[Any, ...] = ("single", {}, {}, case.undivided(), range(case.steps), None, None, device)
+    return pool(1).run(train_resumed, *arguments, device=device)[0]
 
 
 def wrong_rates(parts: Sequence[Part], steps: range, expected: Part) -> str:
@@ -267,10 +254,9 @@ def _told(groups: set[Settings]) -> str:
 
 
 def train_on_bad_input(strategy: str, config: Config, sizes: Config, case: Case, device: str) -> tuple[str, float]:
-    """Give one rank bad microbatches, and all a bad count and clipping limit; train a step afterwards.
+    """Give one rank bad microbatches, and all a bad count and clipping limit, then train a step.
 
-    Returns:
-        The errors, or "accepted", in order; and the loss.
+    Return the errors, or "accepted", in order, and the loss.
     """
     manager = build_manager(strategy, config, sizes, case, device=device)
     good = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)

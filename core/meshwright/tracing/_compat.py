@@ -62,12 +62,11 @@ def forget_meshes() -> None:
     """
     for cache in (*_FROZEN, *_caches()):
         cache.cache_clear()
-    for module, name in (
+    for owner, name in (
         (torch._C, "_clear_DTensor_sharding_propagator_cache"),
         (_redistribute, "clear_redistribute_planner_cache"),
     ):
-        clear = getattr(module, name, None)
-        if clear is not None:
+        if (clear := getattr(owner, name, None)) is not None:
             clear()
 
 

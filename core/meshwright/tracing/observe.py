@@ -84,12 +84,7 @@ class _Watched(torch.UntypedStorage):
 
 @dataclass
 class Block:
-    """The memory of one storage.
-
-    Attributes:
-        number: in the order in which the meter has seen them.
-        size: present bytes.
-    """
+    """The memory of one storage, numbered in the order in which the meter has seen them; its present bytes."""
 
     number: int
     size: int
@@ -97,14 +92,9 @@ class Block:
 
 
 class Meter(Observer):
-    """Bytes of all known storages; see [Note: watched storages].
+    """Bytes of all known storages, rounded to multiples as allocators return them; see [Note: watched storages].
 
-    Args:
-        round_to: count sizes as multiples of so many bytes, as allocators return them.
-
-    Attributes:
-        total: present bytes.
-        live: blocks by the identity of their storage.
+    `total` is the sum of present bytes, `live` has the blocks by the identity of their storage.
     """
 
     def __init__(self, *, round_to: int = 1) -> None:
@@ -125,7 +115,7 @@ class Meter(Observer):
             if block is None:
                 self.take_up(storage)
             else:
-                self._set_size(block, self._size(storage))
+                self._set_size(block, storage.nbytes())
                 if self._is_running and type(storage) is torch.UntypedStorage:
                     self._watch(storage)
 
@@ -144,32 +134,27 @@ class Meter(Observer):
         self.live[key] = block
         if self._is_running:
             self._watch(storage)
-        self._set_size(block, self._size(storage))
+        self._set_size(block, storage.nbytes())
 
     def _end(self, key: int) -> None:
-        block = self.live.pop(key, None)
-        if block is not None:
+        if (block := self.live.pop(key, None)) is not None:
             self._set_size(block, 0)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        block = self.live.get(id(storage))
-        if block is not None:
-            self._set_size(block, self._size(storage))
+        if (block := self.live.get(id(storage))) is not None:
+            self._set_size(block, storage.nbytes())
 
-    def _set_size(self, block: Block, size: int) -> None:
-        change = size - block.size
-        if change:
+    def _set_size(self, block: Block, nbytes: int) -> None:
+        size = -(-nbytes // self._round_to) * self._round_to
+        if change := size - block.size:
             block.size = size
             self.total += change
             self.changed(block, change)
 
-    def _size(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._round_to) * self._round_to
-
     def __enter__(self) -> Any:
         self._is_running = True
         for storage in self._storages():
-            self._set_size(self.live[id(storage)], self._size(storage))
+            self._resized(storage)
             self._watch(storage)
         return super().__enter__()
 

@@ -1,13 +1,16 @@
 """A tiny random instance of every causal LM that transformers maps.
 
-Configurations come from rules (`shrink`); zoo.yaml has, with reasons, what rules cannot know. A float64 model computes
-in float64 throughout, whatever its architecture casts to float32.
+Rules on the names and defaults of fields give configurations tiny sizes: what a type derives from other fields (a
+default of None) stays derived, and what is given twice in a default (as many key heads as heads) stays equal. zoo.yaml
+has, with reasons, what rules cannot know. A float64 model computes in float64 throughout, whatever is cast to float32.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from importlib import resources
 from types import MethodType
 from typing import Any
@@ -16,9 +19,9 @@ import torch
 import yaml
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from ...base.errors import ModelError, nearest
-from .shrink import tiny_config
 
 NOISE = 0.02
 """Standard deviation of the noise added to each parameter: zeros and equal rows would hide errors."""
@@ -37,11 +40,7 @@ def zoo_reason(model_type: str) -> str | None:
 
 
 def zoo_config(model_type: str, *, tied: bool | None = None) -> Any:
-    """Return the tiny configuration of a type, tied or not; None: as the type's own default.
-
-    Raises:
-        ModelError: no such type, or one that cannot train as a text-only causal LM.
-    """
+    """Return the tiny configuration of a type, tied or not (None: its default); ModelError if it cannot train."""
     from transformers import CONFIG_MAPPING
 
     if model_type not in zoo_types():
@@ -63,11 +62,7 @@ def zoo_vocab(model_type: str) -> int:
 def zoo_model(
     model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool | None = None
 ) -> nn.Module:
-    """Return a random instance in train mode, the same for equal arguments; the global random state does not change.
-
-    Raises:
-        ModelError: as `zoo_config`.
-    """
+    """Return a random instance in train mode, the same for equal arguments; the global random state does not change."""
     from transformers import AutoModelForCausalLM
 
     config = zoo_config(model_type, tied=tied)
@@ -101,17 +96,19 @@ def compute_in_float64(model: nn.Module) -> None:
     Every module's own forward is wrapped, not only the model's, because activation checkpointing calls those of blocks
     again in the backward, past their hooks.
     """
-    computation = _Computation()
+    mode = _Float64()
     for module in model.modules():
         # A method, so that a copy of the module gets one of its own.
-        module.forward = MethodType(computation.wrapped(type(module).forward), module)
+        module.forward = MethodType(_in_float64(mode, type(module).forward), module)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float64)
 
 
 class _Float64(TorchFunctionMode):
-    """Every call of torch that names float32 names float64 instead."""
+    """Every call of torch that names float32 names float64 instead, within the outermost forward of a model."""
+
+    is_running = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -123,26 +120,154 @@ def _widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-class _Computation:
-    """Hold the mode from the start of the outermost forward to its end."""
-
-    def __init__(self) -> None:
-        self._is_running = False
-        self._mode = _Float64()
-
-    def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def wide(*args: Any, **kwargs: Any) -> Any:
-            if self._is_running:
+def _in_float64(mode: _Float64, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        if mode.is_running:
+            return forward(*args, **kwargs)
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        mode.is_running = True
+        try:
+            with mode:
                 return forward(*args, **kwargs)
-            default_dtype = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float64)
-            self._is_running = True
-            try:
-                with self._mode:
-                    return forward(*args, **kwargs)
-            finally:
-                self._is_running = False
-                torch.set_default_dtype(default_dtype)
+        finally:
+            mode.is_running = False
+            torch.set_default_dtype(default_dtype)
 
-        return wide
+    return wide
+
+
+# -- tiny configurations
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 4, 2, 16
+VOCAB, POSITIONS, WINDOW = 160, 64, 8
+
+Table = tuple[tuple[str, int], ...]
+
+# Both tables hold whole names of integer fields, and the first that matches counts.
+# Sizes whatever the default is. Two experts per token: the weight of one is 1 after normalisation, and its router
+# would not train.
+EXACT: Table = (
+    (r".*(experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts)", 2),
+    (r".*(num|n)_(routed_|local_)?experts", 4),
+)
+# Sizes unless the default is smaller.
+AT_MOST: Table = (
+    # Vocabulary, positions, windows. Windows are shorter than the sequences of tests, so that they matter.
+    (r".*vocab(_size)?(_per_layer_input)?", VOCAB),
+    (r".*position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", POSITIONS),
+    (r"max_(source|target)_positions", POSITIONS),
+    (r".*sliding_window(_size)?|.*window_(size|len)|.*chunk(_size|_length)|local_attention|index_topk", WINDOW),
+    # Counts.
+    (r"(num|n)_layers_per_stack|depth|num_kv_shared_layers", 2),
+    (r"(num_|n_)?(hidden_|decoder_|encoder_)?layers?|num_blocks|.*_num_hidden_layers", LAYERS),
+    # A head of an indexed attention is as wide as others: a part without positions and one with them.
+    (r"qk_(nope|rope)_head_dim", HEAD_DIM // 2),
+    (r".*(_d_head|head_?dim|kv_channels)|(d|dim)_(head|kv)|attention_head_size", HEAD_DIM),
+    (r".*(key_value|kv|key|kv_n)_heads|num_query_groups", KV_HEADS),
+    (r"(.*_)?heads?", HEADS),
+    (r"(n|num)_(expert_)?groups?|(mamba_)?n_?groups", 2),
+    (r"topk_group|first_k_dense_replace|num_dense_layers|.*shared_experts|zero_expert_num", 1),
+    # Widths.
+    (r"(.*_)?state(_size)?|.*rank|d_rel|rotary_dim", 8),
+    (r".*expand", 1),
+    (r"(.*_)?(intermediate|ffn_hidden|feed_forward|ffn)_(size|dim).*|d_ff|dff|dim_ff|d_inner|mlp_dim", 96),
+    (r".*(_dim|_size|_size_global|_embd|_width|_model|_ssm)", HIDDEN),
+)
+# Fields that some types need but leave without a value.
+NEEDED = {
+    *("head_dim", "num_key_value_heads", "num_experts_per_tok"),
+    *("n_group", "topk_group", "n_routed_experts", "n_shared_experts"),
+}
+# Fields that say what the model is for.
+PURPOSE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False, "causal": True}
+# What would be random in training.
+RANDOM = re.compile(r".*(dropout|pdrop|layerdrop|drop_path|jitter).*")
+TOKEN_ID = re.compile(r"(bos|eos|pad|sep|cls|mask|decoder_start)_token_id")
+
+
+def tiny_config(config_cls: Any, given: Mapping[str, Any]) -> Any:
+    """Return an instance of a configuration class of transformers with tiny sizes.
+
+    `given` are values of fields that take precedence over the rules; a mapping for a nested configuration.
+    """
+    values = _tiny_values(config_cls, given)
+    config = config_cls(**values)
+    # Some types vary sizes from layer to layer, with defaults of their own.
+    varied = config.to_dict().get("per_layer_config")
+    if not varied:
+        return config
+    layers = {
+        int(index): {name: _tiny_value(name, value, layer.get("num_attention_heads")) for name, value in layer.items()}
+        for index, layer in varied.items()
+    }
+    return config_cls(**values, per_layer_config=layers)
+
+
+def _tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ from the default."""
+    renamed = config_cls.attribute_map
+    # Not by getattr, which refuses sizes that vary from layer to layer.
+    old = vars(config_cls())
+    heads = old.get(renamed.get("num_attention_heads", "num_attention_heads"))
+    values: dict[str, Any] = {}
+    fields = inspect.signature(config_cls).parameters
+    for name in fields:
+        value = old.get(renamed.get(name, name))
+        if isinstance(value, PreTrainedConfig):
+            values[name] = tiny_config(type(value), given.get(name) or {})
+        elif value is None and name in NEEDED and renamed.get(name, name) in old:
+            values[name] = _size(name, EXACT + AT_MOST)
+        elif fields[name].default is not None:
+            values[name] = _tiny_value(name, value, heads)
+    lists = {name: old[name] for name in fields if isinstance(old.get(name), (list, tuple))}
+    values |= _tiny_lists(lists, old.get(renamed.get("num_hidden_layers", "num_hidden_layers")))
+    values |= {name: value for name, value in given.items() if not isinstance(old.get(name), PreTrainedConfig)}
+    return {name: value for name, value in values.items() if name not in old or value is not old[name]}
+
+
+def _tiny_value(name: str, value: Any, heads: int | None = None) -> Any:
+    """Return the value of a field by its name, its default, and the default number of heads."""
+    if name in PURPOSE:
+        return PURPOSE[name]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and RANDOM.fullmatch(name):
+        return type(value)(0)
+    if not is_number or not isinstance(value, int):
+        return value
+    if TOKEN_ID.fullmatch(name):
+        return min(value, VOCAB - 1)
+    if name.endswith("heads") and value == heads:
+        return min(value, HEADS)
+    return _size(name, EXACT) or min(value, _size(name, AT_MOST) or value)
+
+
+def _size(name: str, table: Table) -> int | None:
+    return next((size for pattern, size in table if re.fullmatch(pattern, name)), None)
+
+
+def _tiny_lists(lists: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """Cut the lists with one entry per layer, such that the kinds of layers come in turn.
+
+    A kind is what all lists together say of a layer. Where there are more kinds than layers, those stay that show most
+    values not yet seen.
+    """
+    lists = {name: value for name, value in lists.items() if layers and len(value) == layers > LAYERS}
+    kinds = {repr(layer): layer for layer in zip(*lists.values(), strict=True)}
+    order = list(kinds)
+    seen: set[tuple[int, str]] = set()
+    kept: list[str] = []
+
+    def unseen(kind: str) -> set[tuple[int, str]]:
+        return {(column, repr(value)) for column, value in enumerate(kinds[kind])} - seen
+
+    while len(kept) < min(LAYERS, len(order)):
+        best = max((kind for kind in order if kind not in kept), key=lambda kind: len(unseen(kind)))
+        seen |= unseen(best)
+        kept.append(best)
+    turn = [kinds[kind] for kind in order if kind in kept]
+    return {
+        name: type(value)(_tiny_value(name, turn[index % len(turn)][column]) for index in range(LAYERS))
+        for column, (name, value) in enumerate(lists.items())
+    }

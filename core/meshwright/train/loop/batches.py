@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -137,11 +138,9 @@ class Passes:
         while done < step:
             if self._iterator is None:
                 self._reseed(done)
-            try:
+            with suppress(PassEnds):
                 self._drawn()
                 done += 1
-            except PassEnds:
-                continue
         self._reseed(step)
 
     def _reseed(self, step: int) -> None:
@@ -202,8 +201,7 @@ def state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, A
 
 
 class _Drawn(NamedTuple):
-    """A step that has begun: its microbatches, or the error in drawing them, and the state after that: of torch's
-    generator, and `Passes.state`. `signal` is the number of the one for which nothing was drawn; 0: none."""
+    """A step that has begun; `generator` and `state` are as of after drawing, `signal` is why nothing was drawn."""
 
     step: int
     microbatches: Sequence[Batch]
@@ -217,8 +215,7 @@ class _Drawn(NamedTuple):
 class Ahead:
     """The microbatches of one loop, step by step; the next step is drawn while the device computes this one.
 
-    The random numbers of a step follow from its seed, so a step draws the same whether it was begun ahead or not. An
-    error in drawing is raised when the step's turn comes. `state` is that of `Passes`, after the step taken last.
+    An error in drawing is raised when the step's turn comes. `state` is that of `Passes`, after the step taken last.
     """
 
     def __init__(

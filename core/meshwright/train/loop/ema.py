@@ -58,19 +58,15 @@ class EMA(LoopExtension):
             each.counts[0] = step
         optimizer.register_step_post_hook(self._after_optimizer_step)
 
-    def decay_of(self, update: int) -> float:
-        """Return the decay of an update, counted from 0."""
-        decay = self.config.decay
-        return min(decay, (1 + update) / (10 + update)) if self.config.warmup else decay
-
     def _after_optimizer_step(self, *_: Any) -> None:
+        start, every, decay = self.config.start, self.config.every, self.config.decay
         for averages in self._averages:
             steps, updates = averages.counts.tolist()
             steps += 1
-            if steps <= self.config.start:
+            if steps <= start:
                 averages.begin()
-            elif (steps - self.config.start) % self.config.every == 0:
-                averages.update(self.decay_of(updates))
+            elif (steps - start) % every == 0:
+                averages.update(min(decay, (1 + updates) / (10 + updates)) if self.config.warmup else decay)
                 updates += 1
             averages.counts[0], averages.counts[1] = steps, updates
 

@@ -93,16 +93,14 @@ class _Course:
         self.own_s = 0.0
 
     def _extensions(self) -> list[LoopExtension]:
-        loop, found = self.loop, list[LoopExtension]()
-        if loop.verify_every is not None:
-            found.append(Verifier(self.manager, loop.verify_every))
-        if loop.on_bad_step.do == "rewind":
-            found.append(self.saves)
-        if loop.ema is not None:
-            found.append(loop.ema)
-        if loop.around is not None or loop.measured is not None:
-            found.append(Around(loop.around, loop.measured))
-        return [*found, *loop.extensions]
+        loop = self.loop
+        own: list[LoopExtension | None] = [
+            Verifier(self.manager, loop.verify_every) if loop.verify_every is not None else None,
+            self.saves if loop.on_bad_step.do == "rewind" else None,
+            loop.ema,
+            Around(loop.around, loop.measured) if loop.around is not None or loop.measured is not None else None,
+        ]
+        return [*(each for each in own if each is not None), *loop.extensions]
 
     def run(self) -> list[StepResult]:
         """Run the steps, and call observers when they begin and end, however they do."""

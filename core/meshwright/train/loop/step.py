@@ -105,8 +105,7 @@ def train_step(
 def _judged(
     manager: StrategyManager, bad_steps: BadSteps, step: int, loss: Tensor, norm: Tensor, sums: Mapping[str, Tensor]
 ) -> tuple[float, float, dict[str, float], Bad | None]:
-    """Read loss, norm and sums, and judge the step. This is the one wait for the device in a step; it comes before the
-    optimizer's step, which keeps a bad gradient out of the parameters."""
+    """Read loss, norm and sums, with the one wait for the device, and judge the step before the optimizer's step."""
     try:
         loss_value, norm_value, *sum_values = manager.read(loss, norm, *sums.values())
     except NotFiniteError as error:
