@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import modeling_flash_attention_utils as flash
 
 import meshwright as mw
-import meshwright_fsdp2.packed
+import meshwright_fsdp2.forward
 import meshwright_megatron_fsdp
 from meshwright import Degrees, Mesh, MeshSizes, ModelError, StrategyError, open_world, optimizer_factory
 from meshwright.testing import Case, pool
@@ -123,12 +123,12 @@ def test_names_of_the_reference_are_importable(monkeypatch: pytest.MonkeyPatch) 
     assert issubclass(FSDP2Config, mw.DistributedConfig)
     assert meshwright_megatron_fsdp.HAVE_NVFSDP is True
     packed = torch.tensor([[0, 1, 2, 0, 1]])
-    monkeypatch.setattr(meshwright_fsdp2.packed, "_for_good", ExitStack())
+    monkeypatch.setattr(meshwright_fsdp2.forward, "_for_good", ExitStack())
     patch: Any = meshwright_fsdp2._patch_is_packed_sequence_for_training
     before = bool(flash._is_packed_sequence(packed, 1))
     patch()
     assert (before, flash._is_packed_sequence(packed, 1)) == (True, False)
-    meshwright_fsdp2.packed._for_good.close()
+    meshwright_fsdp2.forward._for_good.close()
     patch.cache_clear()
     assert bool(flash._is_packed_sequence(packed, 1))
     # Without a process group there is nothing to end.

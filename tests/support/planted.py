@@ -26,7 +26,7 @@ from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
 from meshwright_fsdp2 import FSDP2Config
 from meshwright_fsdp2.manager import FSDP2Manager
-from meshwright_fsdp2.usage import Usage
+from meshwright_fsdp2.sharding import Usage
 
 
 class Averaging(FSDP2Manager):

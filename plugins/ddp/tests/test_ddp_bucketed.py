@@ -20,8 +20,8 @@ from meshwright.testing.parity import build_manager, train_steps
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.bucketed import BucketedDataParallel
+from meshwright_ddp.collectives import Groups, Reduction, make_groups
 from meshwright_ddp.gradient_sync import LEARNED, GradientChecks
-from meshwright_ddp.reduction import Groups, Reduction, make_groups
 
 slow = pytest.mark.slow
 BUCKETED: dict[str, Any] = {"engine": "bucketed"}

@@ -187,14 +187,14 @@ def test_a_block_without_backward_is_not_gathered_for_it() -> None:
 
 
 @slow
-@pytest.mark.parametrize(("defer", "times"), [(True, 1), (False, 3)])
-def test_hsdp_shards_within_and_all_reduces_shards_across(defer: bool, times: int) -> None:
+@pytest.mark.parametrize(("defer", "scatters", "reductions"), [(True, 1, 1), (False, 3, 3), ("reduce_scatter", 3, 1)])
+def test_hsdp_shards_within_and_all_reduces_shards_across(defer: Any, scatters: int, reductions: int) -> None:
     config, sizes = {"defer_fsdp_grad_sync": defer}, {"dp_replicate_size": 2}
     freed = _padded(ACCUMULATED, 2, lambda name: _is_freed(name, None))
     gradients = _padded(ACCUMULATED, 2) * WIDTH
     for traffic in pool(4).run(_step, config, sizes, ACCUMULATED):
         assert traffic.of("all_gather", "dp_shard").bytes == 3 * (_padded(ACCUMULATED, 2) + freed) * WIDTH
-        assert traffic.of("reduce_scatter", "dp_shard").bytes == times * gradients
-        assert traffic.of("all_reduce", "dp_replicate").bytes == times * gradients // 2
+        assert traffic.of("reduce_scatter", "dp_shard").bytes == scatters * gradients
+        assert traffic.of("all_reduce", "dp_replicate").bytes == reductions * gradients // 2
         for kind in ("all_gather", "reduce_scatter"):
             assert len(traffic.of(kind, "dp_replicate")) == 0

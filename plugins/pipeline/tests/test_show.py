@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from meshwright import ConfigError, MeshError, load_run
 from meshwright_pipeline.schedule.order import Kind
 from meshwright_pipeline.schedule.rules import build_schedule
-from meshwright_pipeline.show import COLOURS, StageView, View, add_commands, as_lines, draw, view_of
+from meshwright_pipeline.show import LOOKS, StageView, View, add_commands, as_lines, draw, view_of
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +175,6 @@ def test_a_picture_has_a_bar_for_each_action(tmp_path):
     draw(view, tmp_path / "schedule.png")
     picture = imread(tmp_path / "schedule.png")[..., :3]
     for kind in view.kinds:
-        colour = [int(COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        colour = [int(LOOKS[kind][0][at : at + 2], 16) / 255 for at in (1, 3, 5)]
         assert (abs(picture - colour).max(axis=-1) < 1e-2).sum() > 100, kind
     assert set(view.kinds) == {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}

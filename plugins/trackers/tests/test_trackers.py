@@ -35,10 +35,9 @@ from meshwright.events.run import RunInfo, RunSummary, SavedCheckpoint
 from meshwright.events.step import StepResult
 from meshwright.strategy.registry import get_registry
 from meshwright_run.trackers import chosen, list_trackers, tracking
-from meshwright_trackers.background import Background
 from meshwright_trackers.config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from meshwright_trackers.metrics import parameters, step_metrics
 from meshwright_trackers.plugin import Library, build_mlflow, build_tensorboard, build_trackio, build_wandb
+from meshwright_trackers.tracker import Background, parameters, step_metrics
 
 PATIENCE_S = 240
 
@@ -302,8 +301,8 @@ def test_a_file_store_of_mlflow_takes_the_same_where_mlflow_allows_it(
     assert run.info.status == "FINISHED"
 
 
-TRACKIO = """
-import json, math, sys
+IN_A_PROCESS = """
+import math, sys
 sys.path[:0] = [{here!r}]
 from pathlib import Path
 from meshwright_trackers.config import TrackioConfig
@@ -311,6 +310,14 @@ from meshwright_trackers.plugin import build_trackio
 from test_trackers import _ended, _run, _step
 
 directory = Path({directory!r})
+"""
+
+
+def _script(directory: Path, code: str) -> str:
+    return IN_A_PROCESS.format(here=str(Path(__file__).parent), directory=str(directory)) + code
+
+
+TRACKIO = """
 chosen = TrackioConfig(project="p", name="n", group="g")
 plain = TrackioConfig(project="p")
 for config, start in [(plain, 0), (plain, 0), (chosen, 0), (chosen, 0), (chosen, 2)]:
@@ -326,7 +333,7 @@ def test_trackio_goes_on_with_a_run_of_its_id_and_with_one_of_a_chosen_name_only
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("trackio")
-    code = TRACKIO.format(here=str(Path(__file__).parent), directory=str(tmp_path))
+    code = _script(tmp_path, TRACKIO)
     environment = without_trackers_of_the_environment() | {"TRACKIO_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=PATIENCE_S)
     rows = trackio_rows(tmp_path, "p")
@@ -355,14 +362,7 @@ print("URL", server[3], flush=True)
 sys.stdin.read()
 """
 TRACKIO_CLIENT = """
-import sys
-sys.path[:0] = [{here!r}]
-from pathlib import Path
-from meshwright_trackers.config import TrackioConfig
-from meshwright_trackers.plugin import build_trackio
-from test_trackers import _ended, _run, _step
-
-run = _run(Path({directory!r}))
+run = _run(directory)
 tracker = build_trackio(TrackioConfig(project="p", server_url={url!r}), run)
 tracker.on_step_end(_step(1, 1 / 3))
 tracker.on_run_end(_ended(run, 1))
@@ -384,7 +384,7 @@ def test_a_server_of_trackio_has_what_the_run_has_told(tmp_path: Path) -> None:
     assert server.stdout is not None
     try:
         url = next(line.split()[1] for line in server.stdout if line.startswith("URL "))
-        code = TRACKIO_CLIENT.format(here=str(Path(__file__).parent), directory=str(tmp_path), url=url)
+        code = _script(tmp_path, TRACKIO_CLIENT.format(url=url))
         told = environment | {"TRACKIO_DIR": str(ours)}
         subprocess.run([sys.executable, "-c", code], env=told, check=True, timeout=PATIENCE_S)
         end = time.monotonic() + PATIENCE_S

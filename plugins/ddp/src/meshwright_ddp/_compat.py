@@ -13,8 +13,7 @@ SHIMS = ("buffer_option",)
 def buffer_option(is_synced: bool) -> dict[str, bool]:
     """Return DistributedDataParallel's argument for broadcasting rank 0's buffers before each forward.
 
-    In versions without `forward_sync_buffers`, `broadcast_buffers` also governs the broadcast at construction, which
-    `init_sync=False` switches off.
+    `broadcast_buffers` also governs the broadcast at construction, which `init_sync=False` switches off.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": is_synced}

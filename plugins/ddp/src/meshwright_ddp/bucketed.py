@@ -19,11 +19,10 @@ from torch import nn
 from meshwright.plugin import Findings, Mesh, ModelError, WeightGradients, check_reduce_dtype
 
 from .buckets import make_buckets, make_buffers
+from .collectives import ParameterGather, make_groups
 from .config import DistributedDataParallelConfig
 from .gradient_sync import GradientSync
 from .optimizer import Shards
-from .parameter_gather import ParameterGather
-from .reduction import make_groups
 
 
 class BucketedDataParallel(nn.Module):
@@ -31,24 +30,9 @@ class BucketedDataParallel(nn.Module):
 
     In a loop of your own: forward and backward (under `no_sync` for all microbatches but the last), `finish_grad_sync`,
     which sets the gradients, the optimizer's step and its `zero_grad`. Divide each rank's loss by the tokens of the
-    global batch: gradients are summed.
-
-    Args:
-        module: on the mesh's device, equal on all ranks.
-        config: options; see `DistributedDataParallelConfig`.
-        mesh: gradients are summed over its axis `dp_replicate`.
-        gradient_dtype: dtype in which gradients accumulate and are reduced; None: the config's, or else that of each
-            parameter.
-
-    Attributes:
-        module: the model; with the distributed optimizer its parameters are views of `buffers`.
-        buffers: the flat tensors, one for each dtype of parameters.
-        buckets: in the order in which they are reduced.
-        gather: gathers the values of parameters from their owners.
-        shards: what this rank's optimizer steps; None without the distributed optimizer.
-
-    Raises:
-        StrategyError, MeshError, ModelError: on all ranks alike, before the model is touched.
+    global batch: gradients are summed. With the distributed optimizer parameters are views of `buffers`, and `shards`
+    are what this rank's optimizer steps. Gradients are reduced in `gradient_dtype`; None: the config's, or else that of
+    each parameter.
     """
 
     shards: Shards | None = None
@@ -124,30 +108,19 @@ class BucketedDataParallel(nn.Module):
         """Reduce what has not been reduced, and set the gradients of what is trained: shards, or parameters.
 
         They are sums over `dp_replicate`, in the shape and dtype of what is trained. A parameter that no rank has used
-        in this step gets None. Does nothing where the step is finished. Collective.
-
-        Args:
-            force_all_reduce: reduce whole buckets to every rank also with the distributed optimizer.
-            allow_unused: parameters may have no gradient in this step, since backward is known to have ended.
-
-        Raises:
-            StrategyError: with overlap, a bucket is not ready (on all ranks).
-            TrainingError: `check_for_nan_in_grad` has found something (on all ranks).
+        in this step gets None. Does nothing where the step is finished. Collective. `force_all_reduce` reduces whole
+        buckets to every rank also with the distributed optimizer; `allow_unused` says that backward is known to have
+        ended.
         """
         findings = self.reduce_gradients(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
         if findings is not None:
             findings.tell(self._world)
 
     def reduce_gradients(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> Findings | None:
-        """Do what `finish_grad_sync` does before ranks exchange their findings.
+        """Do what `finish_grad_sync` does before ranks exchange their findings; None where the step was finished
+        before.
 
         Parameters that no rank has used have gradients of zeros, and `check_for_nan_in_grad` raises nothing yet.
-
-        Returns:
-            The findings of this rank; None where the step was finished before.
-
-        Raises:
-            StrategyError: as `finish_grad_sync`.
         """
         self._compute_delayed()
         if self._sync.is_finished:
@@ -169,7 +142,6 @@ class BucketedDataParallel(nn.Module):
             self.gather.parameters_changed()
 
     def _compute_delayed(self) -> None:
-        """Compute what [Note: delayed weights] describes."""
         if self._delayed.collected:
             collected, self._delayed.collected = self._delayed.collected, []
             for work in collected:

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from meshwright.plugin import ModelError
 
+from .collectives import BucketGather, Groups, Reduction
 from .config import DistributedDataParallelConfig
-from .parameter_gather import BucketGather
-from .reduction import Groups, Reduction
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
@@ -42,15 +41,6 @@ BUCKET_SIZE_PER_RANK = 1_000_000
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The layout of one buffer; see [Note: bucket].
-
-    Attributes:
-        buckets: (start, end) of each bucket, in the order of the buffer.
-        unpadded: elements of each bucket without its padding.
-        param_ranges: (start, end, bucket) of each parameter, in registration order.
-        dp_size: W, the ranks that share each bucket.
-    """
-
     buckets: list[tuple[int, int]]
     unpadded: list[int]
     param_ranges: list[tuple[int, int, int]]
@@ -58,7 +48,6 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
         return self.buckets[-1][1] if self.buckets else 0
 
     @property
@@ -92,15 +81,11 @@ def bucket_layout(
     shared_embeddings: Collection[int] = frozenset(),
     pad_for_high_busbw: bool = False,
 ) -> BucketLayout:
-    """Lay parameters out in one buffer.
+    """Lay out parameters of these sizes, in registration order, in one buffer that W = `dp_size` ranks share.
 
-    Args:
-        numels: sizes of the parameters, in registration order.
-        bucket_size: a bucket ends with the parameter that brings it to this size; None: one bucket for all.
-        dp_size: W, the ranks that share each bucket.
-        distributed_optimizer: align parameters, and pad buckets so that W divides them.
-        shared_embeddings: indices of parameters that get a bucket each, with the distributed optimizer.
-        pad_for_high_busbw: also pad buckets to a multiple of 2^16.
+    A bucket ends with the parameter that brings it to `bucket_size` (None: one bucket). With the distributed optimizer,
+    parameters are aligned, buckets are padded so that W divides them (`pad_for_high_busbw`: to a multiple of 2^16,
+    too), and the parameters at the indices `shared_embeddings` get a bucket each.
     """
     layout = BucketLayout([], [], [(0, 0, 0)] * len(numels), dp_size)
     if not distributed_optimizer:
@@ -133,7 +118,6 @@ def bucket_layout(
 
 
 def default_bucket_size(dp_size: int) -> int:
-    """Return the bucket size where none is given: more ranks need larger messages."""
     return max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dp_size)
 
 
@@ -146,14 +130,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class Buffer:
-    """The flat tensors of the parameters of one dtype.
-
-    Attributes:
-        names, parameters: in registration order, as `layout` counts them.
-        gradients: (layout.numel,), in the dtype in which they are reduced; padding stays zero.
-        values: (layout.numel,), of which the parameters are views; None without the distributed optimizer.
-        first: each parameter's registration index in the whole model.
-    """
+    """The flat tensors of the parameters of one dtype."""
 
     names: list[str]
     parameters: list[nn.Parameter]
@@ -176,13 +153,8 @@ def make_buffers(
 ) -> list[Buffer]:
     """Make a buffer for each dtype of the trainable `parameters`, given by name in registration order.
 
-    With the distributed optimizer the parameters move into their buffer, keeping identity and values.
-
-    Args:
-        gradient_dtype: dtype in which gradients are reduced; None: the config's, or else the parameters' own.
-
-    Raises:
-        ModelError: more buckets than elements; on all ranks alike, before a parameter moves.
+    With the distributed optimizer the parameters move into their buffer, keeping identity and values. Gradients are
+    reduced in `gradient_dtype`; None: the config's, or else the parameters' own.
     """
     if gradient_dtype is None and config.gradient_dtype is not None:
         gradient_dtype = getattr(torch, config.gradient_dtype)
@@ -232,12 +204,7 @@ def _moved(parameters: list[nn.Parameter], layout: BucketLayout) -> Tensor:
 
 @dataclass(eq=False)
 class Slot:
-    """Where the gradients of one parameter go.
-
-    Attributes:
-        gradient: its place in the buffer, a view in the parameter's shape and the buffer's dtype.
-        local: where microbatches add up: `gradient` itself, or a tensor of its shape in float32 at least.
-    """
+    """Where the gradients of one parameter go."""
 
     name: str
     parameter: nn.Parameter
@@ -247,16 +214,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """A bucket and its state in the current step; see [Note: when a bucket is ready].
-
-    Attributes:
-        slots: in registration order.
-        gather: gathers the values of its parameters; None without the distributed optimizer.
-        counts: gradients of each parameter in the last microbatch of this step.
-        reference: the counts of the first step; None during it.
-        missing: parameters whose counts have not reached the reference.
-        is_dispatched: whether its collective has been issued in this step.
-    """
+    """A bucket and its state in the current step; see [Note: when a bucket is ready]."""
 
     slots: list[Slot]
     reduction: Reduction
@@ -274,7 +232,6 @@ class Bucket:
         self.missing = len(self.slots)
 
     def count(self, slot: Slot) -> None:
-        """Count a gradient that the last microbatch has given to a slot's parameter."""
         self.counts[slot] += 1
         if self.reference is not None and self.counts[slot] == self.reference[slot]:
             self.missing -= 1

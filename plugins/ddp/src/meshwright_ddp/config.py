@@ -151,7 +151,6 @@ class DistributedDataParallelConfig(StrategyConfig):
 
     @property
     def hands_over(self) -> bool:
-        """Whether another strategy does the work."""
         return self.use_megatron_fsdp or self.use_custom_fsdp
 
     @property
@@ -170,7 +169,6 @@ class DistributedDataParallelConfig(StrategyConfig):
 
     @property
     def changed(self) -> list[str]:
-        """The options that differ from their defaults, in order."""
         fields = type(self).model_fields.items()
         return [name for name, info in fields if getattr(self, name) != info.get_default(call_default_factory=True)]
 

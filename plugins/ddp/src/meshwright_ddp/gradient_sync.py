@@ -31,10 +31,6 @@ class GradientChecks:
 
     Norms stay on their device until the host reads the step's findings, so nothing waits in backward, and all ranks
     stop together.
-
-    Args:
-        nonfinite: a NaN or Inf is an error.
-        large: warn of 2-norms of at least `LARGE` times the largest of the first `LEARNED` (of all buckets together).
     """
 
     def __init__(self, *, nonfinite: bool, large: bool) -> None:
@@ -50,7 +46,6 @@ class GradientChecks:
             self._seen.append((bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
 
     def forget(self) -> None:
-        """Drop what has been recorded of a step that was left."""
         self._seen = []
 
     def norms(self) -> Tensor | None:
@@ -103,16 +98,7 @@ def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> Not
 
 
 class GradientSync:
-    """Takes gradients from `.grad` by hooks on the parameters, and reduces them over ranks.
-
-    Args:
-        buckets: of `make_buckets`.
-        config: when buckets are reduced, and which checks run.
-        world: the ranks that must agree, without those of other stages.
-
-    Attributes:
-        is_finished: whether `finish` has been called since the last gradient.
-    """
+    """Take gradients from `.grad` by hooks on the parameters, and reduce them over the ranks of one stage."""
 
     def __init__(self, buckets: Sequence[Bucket], config: DistributedDataParallelConfig, world: World) -> None:
         self._buckets = buckets
@@ -139,7 +125,6 @@ class GradientSync:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Add up the gradients of what runs inside; a later microbatch is the last."""
         self._is_last = False
         try:
             yield
@@ -173,7 +158,6 @@ class GradientSync:
             self._dispatch()
 
     def start(self) -> None:
-        """Issue the reductions of all remaining buckets, whether ready or not. Collective."""
         if not self.is_finished:
             while self._next < len(self._buckets):
                 self._dispatch()
@@ -181,12 +165,7 @@ class GradientSync:
     def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> None:
         """Reduce all remaining buckets; they hold zeros for parameters that no rank has used. Collective.
 
-        Args:
-            force_all_reduce: reduce whole buckets to every rank also with the distributed optimizer.
-            allow_unused: parameters may have no gradient in this step, since backward is known to have ended.
-
-        Raises:
-            StrategyError: with overlap, a bucket is not ready (on all ranks).
+        `allow_unused`: parameters may have no gradient in this step, since backward is known to have ended.
         """
         if self._overlap and not allow_unused:
             self._world.raise_together(self._unfinished())
@@ -200,11 +179,7 @@ class GradientSync:
         self.is_finished = True
 
     def findings(self, trained: Callable[[nn.Parameter], nn.Parameter]) -> Findings:
-        """Return what this rank has seen in the step that `finish` has ended.
-
-        Args:
-            trained: maps a parameter to what the optimizer trains of it.
-        """
+        """Return what this rank has seen in the step; `trained` maps a parameter to what the optimizer trains of it."""
         defect, is_wrong = self._defect, self._checks.is_wrong()
         if self._overlap:
             is_wrong = True if defect is not None else is_wrong if is_wrong is not None else False

@@ -40,11 +40,6 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
 
     Each option keeps its value, also where it is our default, which need not be theirs. Overlap is on where a stage
     cannot do without it, as in Megatron-Core. Instances of the distributed optimizer become ranks along dp_replicate.
-
-    Raises:
-        StrategyError: it is not installed, or does not know an option that was set (on all ranks alike).
-        MeshError: the ranks cannot be divided so.
-        ConfigError: it refuses a value.
     """
     try:
         spec = get_strategy(TARGET)

@@ -43,14 +43,7 @@ def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
 
 
 def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, Hook]:
-    """Return the state and the hook of one of `config.COMM_HOOKS`, which lose precision.
-
-    Args:
-        options: arguments of torch's PowerSGDState, for power_sgd.
-
-    Raises:
-        ConfigError: PowerSGDState refuses its options (on all ranks alike).
-    """
+    """Return the state and the hook of one of `config.COMM_HOOKS`; `options` are PowerSGDState's arguments."""
     if name != "power_sgd":
         dtype = torch.float16 if name == "fp16_compress" else torch.bfloat16
 

@@ -29,8 +29,7 @@ from meshwright.plugin import (
 from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
 from .optimizer import ShardGradients, Shards
-from .stage_engine import StageEngine
-from .torch_engine import TorchEngine
+from .torch_engine import StageEngine, TorchEngine
 
 
 class DDPManager(DataParallelManager):
@@ -114,7 +113,6 @@ class DDPManager(DataParallelManager):
             self._bucketed.start_grad_sync()
 
     def check_gradients(self) -> Findings | None:
-        """Finish the reduction of the bucketed engine. Collective."""
         return self._bucketed.reduce_gradients(allow_unused=True) if self._bucketed is not None else None
 
     def trainable(self) -> Iterator[nn.Parameter]:
@@ -199,6 +197,5 @@ class DDPManager(DataParallelManager):
             state.model.update(self._shards.sharded_masters())
 
     def _gather(self) -> None:
-        """Gather parameters whose gather is still to come. Collective."""
         if self._bucketed is not None:
             self._bucketed.gather.gather_all()

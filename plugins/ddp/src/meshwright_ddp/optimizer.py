@@ -20,21 +20,14 @@ from meshwright.plugin import Gradients, Mesh, Parts, Piece, Sharded, StrategyEr
 from meshwright.plugin import Groups as NormGroups
 
 from .buckets import Buffer
-from .reduction import Groups
+from .collectives import Groups
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(eq=False)
 class Shard:
-    """What this rank owns of one parameter.
-
-    Attributes:
-        start, end: the owned stretch of the flattened parameter [elements].
-        tensor: what the optimizer trains, (end - start,): float32 for parameters of half types, else a view of the
-            parameter in its dtype.
-        gradient: the same stretch of the gradient buffer, (end - start,), in the buffer's dtype.
-    """
+    """What this rank owns of one parameter: the elements start to end of it, flattened."""
 
     name: str
     parameter: nn.Parameter
@@ -54,7 +47,6 @@ class Shard:
         return self.tensor.dtype != self.parameter.dtype
 
     def take_gradient(self) -> None:
-        """Give `tensor` its gradient, in its own dtype."""
         self.tensor.grad = self.gradient.to(self.tensor.dtype)
 
 
@@ -63,13 +55,6 @@ class Shards(Parts):
 
     As `Parts` it describes optimizer state, too: what has the shape of a shard is divided like the shard; the rest
     (counters of steps) is the same on all ranks.
-
-    Args:
-        buffers: of `make_buffers`, with values.
-        groups: the ranks among which parameters are divided.
-
-    Attributes:
-        group: the ranks that own a parameter together.
     """
 
     def __init__(self, buffers: Sequence[Buffer], groups: Groups) -> None:
@@ -90,11 +75,9 @@ class Shards(Parts):
         return self._of[trained]
 
     def tensor_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what is trained of a parameter of the model."""
         return self._tensors[parameter]
 
     def read(self) -> None:
-        """Copy the parameters' values into the shards."""
         copy_all([shard.tensor.detach() for shard in self._masters], [shard.values for shard in self._masters])
 
     def write(self) -> None:
@@ -115,11 +98,7 @@ class Shards(Parts):
         return flat.view(shard.parameter.shape)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Copy the shard's stretch of what has the parameter's shape, 1-D. No communication.
-
-        Raises:
-            StrategyError: the parameter has no dims, so that state of it looks like a counter of steps.
-        """
+        """Copy the shard's stretch of what has the parameter's shape, 1-D. No communication."""
         shard = self._of.get(parameter)
         if shard is None or whole.shape != shard.parameter.shape:
             return whole
@@ -148,7 +127,6 @@ class Shards(Parts):
     # -- masters: float32 values of parameters of half types
 
     def sharded_masters(self) -> dict[str, Sharded]:
-        """Return this rank's pieces of the masters, by name."""
         return {
             shard.name: Sharded(
                 shard.parameter.shape, shard.tensor.dtype, tuple(self.pieces(shard.tensor, shard.tensor))
@@ -166,10 +144,8 @@ class Shards(Parts):
     def load_masters(self, values: Mapping[str, Tensor], *, full: bool, group: dist.ProcessGroup | None) -> None:
         """Load what `masters` returns; parameters without a value take that of the model. Collective if `full`.
 
-        Args:
-            values: float32, by name: whole ones on the first rank, in the parameters' shapes, if `full`; else 1-D
-                shards of this rank.
-            group: all ranks that have this model, the first of which brings the values if `full`.
+        If `full`, the first rank of `group` has the values, in the parameters' shapes; else they are 1-D shards of this
+        rank.
         """
         self.read()
         names = [list(values)]

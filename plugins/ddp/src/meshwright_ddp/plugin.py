@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
-    """Build the manager of `ddp`, or that of `megatron_fsdp` where the config hands over."""
     if config.hands_over:
         from .handover import hand_over
 
@@ -24,7 +23,6 @@ def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
 
 
 def check(config: DDPConfig, degrees: Degrees) -> None:
-    """Refuse `use_megatron_fsdp` in a pipeline, before ranks start."""
     if config.hands_over and degrees.pp > 1:
         raise StrategyError(
             f"use_megatron_fsdp=true hands over to megatron_fsdp, which cannot train one stage of a pipeline, but "

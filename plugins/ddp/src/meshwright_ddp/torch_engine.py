@@ -1,37 +1,30 @@
-"""torch's DistributedDataParallel, with hooks that sum.
+"""The engine `torch`: torch's DistributedDataParallel with hooks that sum; a stage of a pipeline does without it.
 
+torch's class does not know the order in which a stage's forwards and backwards follow, so `StageEngine` sums gradients
+in buckets after the last backward. Nothing overlaps with backward there; with the bucketed engine it does.
 Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.plugin import Mesh, StrategyError, WideSums
+from meshwright.plugin import DataParallelManager, Mesh, StrategyError, WideSums
 
 from ._compat import buffer_option
+from .buckets import bucket_layout
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
 
 class TorchEngine:
-    """Wraps a whole model in torch's DistributedDataParallel.
-
-    Args:
-        model: on the mesh's device, equal on all ranks.
-        config: options of the engine `torch`.
-        mesh: gradients are summed over its axis `dp_replicate`.
-
-    Attributes:
-        module: the wrapped model.
-
-    Raises:
-        ConfigError: PowerSGDState refuses its options; on all ranks alike, before the model is wrapped.
-    """
+    """Wraps a whole model in torch's DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, config: DDPConfig, mesh: Mesh) -> None:
         self._model = model
@@ -58,11 +51,7 @@ class TorchEngine:
         self.module.register_comm_hook(state, hook)
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context for a forward and its backward, which reduces gradients only if it is the step's last.
-
-        Raises:
-            StrategyError: several microbatches with `static_graph`; on all ranks alike.
-        """
+        """Return a context for a backward, which reduces only if it is the last."""
         if is_last:
             return nullcontext()
         if self.module.static_graph:
@@ -74,11 +63,7 @@ class TorchEngine:
         return self.module.no_sync()
 
     def after_backward(self, *, is_last: bool) -> None:
-        """Keep what waits for later microbatches in `reduce_dtype`; after the last one, look for unused parameters.
-
-        Raises:
-            StrategyError: a trainable parameter has no gradient, and no option allows for it.
-        """
+        """Keep what waits for later microbatches in `reduce_dtype`; after the last one, look for unused parameters."""
         if is_last and not self._may_leave_out:
             # DDP has not reduced the bucket of a parameter without gradient, and the other ranks wait for it, so this
             # cannot be reported on all ranks first.
@@ -91,3 +76,75 @@ class TorchEngine:
         # The last microbatch's gradients join the waiting sums in the hook.
         if self._sums is not None and not is_last:
             self._sums.take(parameter for parameter in self._model.parameters() if parameter.requires_grad)
+
+
+_FOR_TORCH_ALONE = (
+    "gradient_as_bucket_view",
+    "find_unused_parameters",
+    "static_graph",
+    "comm_hook",
+    "broadcast_buffers",
+)
+
+
+class StageEngine:
+    """Sums the gradients of one stage."""
+
+    def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
+        for name in _FOR_TORCH_ALONE:
+            if name in config.changed:
+                raise StrategyError(
+                    f"{name}={getattr(config, name)!r} acts within torch's DistributedDataParallel, which a "
+                    f"pipeline does without. Leave it out, or set engine=bucketed."
+                )
+        self._manager = manager
+        self._group = manager.mesh.group("dp_replicate")
+        self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
+        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+
+    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_backward(self, *, is_last: bool) -> None:
+        if self._sums is not None:
+            self._sums.take(self._manager.trainable())
+        if is_last:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Sum the step's gradients over ranks, in `reduce_dtype` or else the parameters' dtype. Collective."""
+        self._manager.gradients.fill_missing()
+        used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
+        for bucket in self._buckets(used):
+            self._sum(bucket)
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for dtype, own in by_dtype.items():
+            # The layout reverses them for backward, which has ended here.
+            own.reverse()
+            layout = bucket_layout(
+                [parameter.numel() for parameter in own],
+                bucket_size=-(-self._bucket_bytes // dtype.itemsize),
+                dp_size=1,
+                distributed_optimizer=False,
+            )
+            for members in layout.members:
+                yield [own[index] for index in reversed(members)]
+
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        dtype = parameters[0].dtype if self._sums is None else self._sums.dtype
+        totals = []
+        for parameter in parameters:
+            total = torch.zeros_like(parameter, dtype=dtype) if self._sums is not None else parameter.grad
+            if total is None:
+                raise StrategyError("a parameter without gradient cannot be summed.")
+            if self._sums is not None:
+                self._sums.add_waiting(parameter, total)
+            totals.append(total.flatten())
+        flat = torch.cat(totals)
+        dist.all_reduce(flat, group=self._group)
+        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = total.view_as(parameter).to(parameter.dtype)

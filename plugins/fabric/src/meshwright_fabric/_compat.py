@@ -11,8 +11,6 @@ from meshwright.plugin import StrategyError
 
 
 class _OneCall:
-    """Answers `fabric.no_backward_sync`."""
-
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
         if enabled:
             raise StrategyError(
@@ -23,8 +21,5 @@ class _OneCall:
 
 
 def refuse_accumulation(strategy: DDPStrategy) -> None:
-    """Let `fabric.no_backward_sync` raise an error with the remedy.
-
-    DDPStrategy's own `_backward_sync_control` needs torch's DistributedDataParallel, and None only warns.
-    """
+    """Let `fabric.no_backward_sync` raise an error with the remedy; None in its place only warns."""
     strategy._backward_sync_control = _OneCall()

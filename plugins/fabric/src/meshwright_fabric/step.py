@@ -39,11 +39,7 @@ class _Announced(torch.autograd.Function):
 
 
 class StepModule(nn.Module):
-    """Calls a manager; see [Note: one call].
-
-    Attributes:
-        is_backward_due: whether the loss of the last call has had no backward yet.
-    """
+    """Calls a manager; see [Note: one call]."""
 
     def __init__(self, manager: StrategyManager) -> None:
         super().__init__()
@@ -55,14 +51,8 @@ class StepModule(nn.Module):
     def forward(self, *given: Any, objective: Objective | None = None, **others: Any) -> Tensor:
         """Compute the loss of a step, with gradients, or without and in evaluation mode under `torch.no_grad()`.
 
-        Args:
-            given: one argument: a list of this data rank's microbatches, mappings with `input_ids` and `labels`.
-
-        Returns:
-            Mean loss per token of the global batch [nats], or the objective's sum over its count; equal on all ranks.
-
-        Raises:
-            StrategyError: it was called like a model.
+        The one argument is a list of this data rank's microbatches, with `input_ids` and `labels`. Returns the mean
+        loss per token of the global batch [nats], or the objective's sum over its count; equal on all ranks.
         """
         if len(given) != 1 or others or isinstance(given[0], (Mapping, Tensor)):
             raise StrategyError(

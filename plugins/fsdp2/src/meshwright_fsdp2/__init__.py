@@ -12,6 +12,7 @@ from .config import FSDP2Config
 if TYPE_CHECKING:
     from meshwright.plugin import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
+    from .forward import _patch_is_packed_sequence_for_training
     from .functions import (
         _destroy_dist_connection,
         apply_fsdp_sharding_recursively,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         unshard_fsdp2_model,
     )
     from .manager import FSDP2Manager
-    from .packed import _patch_is_packed_sequence_for_training
 
 __all__ = [
     "FSDP2Config",
@@ -39,7 +39,7 @@ __all__ = [
 _MODULE_OF = {
     "FSDP2Manager": ".manager",
     "_destroy_dist_connection": ".functions",
-    "_patch_is_packed_sequence_for_training": ".packed",
+    "_patch_is_packed_sequence_for_training": ".forward",
     "apply_fsdp_sharding_recursively": ".functions",
     "fsdp2_strategy_parallelize": ".functions",
     "get_hf_tp_shard_plan": "meshwright.parallel.tensor",

@@ -24,9 +24,6 @@ def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
     """Let units keep their gathered parameters after forward, and restore their policy on leaving.
 
     `set_reshard_after_forward` takes no number of ranks, so what it sets is saved and restored.
-
-    Args:
-        units: modules on which `fully_shard` was called, one for each unit.
     """
     groups = [group for unit in units for group in _parameter_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
@@ -86,9 +83,6 @@ def add_up(units: list[FSDPModule]) -> None:
 
     Gradients that come after it would be summed in their own dtype. Parameters of a unit that have none yet get zeros,
     since a unit with sums of two dtypes is not reduced.
-
-    Args:
-        units: modules on which `fully_shard` was called, one for each unit.
     """
     for group in (each for unit in units for each in _parameter_groups(unit)):
         gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
@@ -103,20 +97,13 @@ def add_up(units: list[FSDPModule]) -> None:
 
 
 def reduce_now(root: FSDPModule) -> None:
-    """Reduce the accumulated gradients, as the end of a backward does, for gradients of weights that come later.
-
-    torch's pipeline runtime calls the same two private methods.
-    """
+    """Reduce the accumulated gradients, as the end of a backward does and torch's pipeline runtime, too."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @contextmanager
 def never_packed() -> Iterator[bool]:
-    """Let transformers' private check for packed sequences answer False, in every module that imports it.
-
-    Yields:
-        Whether this version of transformers has the check.
-    """
+    """Let transformers' private check for packed sequences answer False wherever it is imported, if it exists."""
     from transformers import modeling_flash_attention_utils as home
 
     original = getattr(home, "_is_packed_sequence", None)

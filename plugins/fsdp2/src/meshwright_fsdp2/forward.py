@@ -1,4 +1,4 @@
-"""What surrounds the forward of a model: contexts, and dtypes of the residual stream under autocast.
+"""What surrounds the forward of a model: contexts, `patch_is_packed_sequence`, dtypes of the residual stream.
 
 [Note: wide stream] With `autocast_dtype` and a wider `output_dtype`, the embedding's output and the hidden states that
 enter and leave each block have `output_dtype`. Within a block autocast casts the operands of matrix products, so what a
@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.plugin import Layer, ModelLayout, put_around
+from meshwright.plugin import Batch, BatchError, Layer, ModelLayout, StrategyError, put_around
+
+from ._compat import never_packed
 
 
 def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]) -> None:
-    """Run the model's own forward in a context, inside the hooks that sharding has put on the model.
-
-    Args:
-        model: whose `forward` is replaced on the instance.
-        around: makes the context for a call, from its arguments by name.
-    """
+    """Run the model's own forward in the context of its arguments by name, inside the hooks of sharding."""
 
     def surrounding(forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
@@ -82,3 +79,39 @@ def _in_float32(norm: nn.LayerNorm | nn.GroupNorm, original: Callable[..., Tenso
         return functional.group_norm(hidden.float(), norm.num_groups, weight, bias, norm.eps)
 
     return forward
+
+
+@contextmanager
+def without_packed_check() -> Iterator[None]:
+    """Let transformers take no sequence for packed, and put the check back on leaving."""
+    with never_packed() as found:
+        if not found:
+            raise StrategyError(
+                "patch_is_packed_sequence=true, but this version of transformers has no check to be patched. "
+                "Set patch_is_packed_sequence=false."
+            )
+        yield
+
+
+def check_not_packed(microbatches: Sequence[Batch]) -> None:
+    """Refuse packed data, which would be attended across its documents. Waits for the device of the data."""
+    # What is no sequence of mappings is refused with the rest of the checks.
+    batches = microbatches if isinstance(microbatches, Sequence) else ()
+    for index, batch in enumerate(batches):
+        positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+        if positions is not None and bool((positions.diff(dim=-1) <= 0).any()):
+            raise BatchError(
+                f"microbatch {index} of {len(batches)} is packed: its position_ids restart, but "
+                f"patch_is_packed_sequence=true takes every sequence for one document. "
+                f"Set patch_is_packed_sequence=false for packed data."
+            )
+
+
+# Held, or the check would be put back with it.
+_for_good = ExitStack()
+
+
+@functools.cache
+def _patch_is_packed_sequence_for_training() -> None:
+    """Let the check answer False for the rest of the process, for loops of the reference. Not for packed data."""
+    _for_good.enter_context(without_packed_check())

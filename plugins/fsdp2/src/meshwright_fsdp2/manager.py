@@ -42,12 +42,10 @@ from meshwright.plugin import (
 
 from ._compat import add_up, overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
-from .forward import surround_forward, widen_norms, widen_stream
-from .packed import check_not_packed, without_packed_check
-from .sharding import Sharding, shard_units
+from .forward import check_not_packed, surround_forward, widen_norms, widen_stream, without_packed_check
+from .sharding import Sharding, Usage, shard_units
 from .unit_options import UnitOptions, sums_dtype
 from .units import Unit, find_units, separate_names, units_by_dtype
-from .usage import Usage
 
 
 class FSDP2Manager(DataParallelManager):
@@ -157,11 +155,7 @@ class FSDP2Manager(DataParallelManager):
                 widen_norms(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Do nothing, for loops of the reference: `parallelize` has compiled each block if `enable_compile` says so.
-
-        Raises:
-            StrategyError: `parallelize` has not been called.
-        """
+        """Do nothing, for loops of the reference: `parallelize` has compiled each block if `enable_compile` says so."""
         self._require_model()
 
     def _compile(self, model: nn.Module) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
-    """Build the manager of `fsdp2`."""
     from .manager import FSDP2Manager
 
     return FSDP2Manager(config, mesh)

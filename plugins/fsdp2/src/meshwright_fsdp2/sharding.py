@@ -2,6 +2,10 @@
 
 [Note: sums] Gradients are reduced by plain sums ([Note: the gradient rule] in `meshwright.strategy.contract`): the
 divide factor of every unit is 1. That also avoids a division that torch applies twice on groups of one rank.
+
+[Note: usage] FSDP reduces the gradients of a unit as one buffer. Where ranks use different parameters (experts chosen
+by the data), a missing gradient must count as zero, or gradients of different parameters are added up. A parameter that
+no rank uses must end up without gradient, or weight decay and momentum would move it.
 Source: FSDPModule of torch.distributed.fsdp.
 """
 
@@ -10,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.plugin import ExpertParallel, ModelLayout, TensorParallel
+from meshwright.plugin import ExpertParallel, Findings, ModelLayout, TensorParallel
 
 from ._compat import begin_at, held_after_forward, reduce_unused
 from .unit_options import UnitOptions
@@ -26,19 +33,13 @@ from .units import Unit, find_units, units_by_dtype
 
 @dataclass(frozen=True)
 class Sharding:
-    """A model's units after `fully_shard`.
-
-    Attributes:
-        units: innermost first, the root last; with the module that holds each one's state.
-        model: the root.
-    """
+    """A model's units after `fully_shard`."""
 
     units: tuple[tuple[Unit, FSDPModule], ...]
     model: nn.Module
 
     @property
     def root(self) -> FSDPModule:
-        """The module of the root, whose methods act on all units."""
         return self.units[-1][1]
 
     @property
@@ -72,7 +73,6 @@ class Sharding:
                 set_prefetch(module, [*inside, *following])
 
     def reshard(self) -> None:
-        """Free all gathered parameters."""
         for module in self.modules:
             module.reshard()
 
@@ -98,15 +98,7 @@ def shard_units(
     tensor_parallel: TensorParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
 ) -> Sharding:
-    """Shard `model`, on any device, in place.
-
-    Args:
-        with_root: whether what is in no other unit makes a unit.
-        tensor_parallel, expert_parallel: what has been applied to the model along `tp` and `ep`.
-
-    Raises:
-        ModelError: a unit has trainable parameters of several dtypes, which no modules separate.
-    """
+    """Shard `model`, on any device, in place; without the root, what is in no other unit is left alone."""
     experts = expert_parallel.names if expert_parallel is not None else ()
     found = find_units(model, layout, experts)[: None if with_root else -1]
     apart = units_by_dtype(model, found)
@@ -190,15 +182,53 @@ class HalfMessages:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Sum over the ranks of a group.
-
-        Args:
-            output_tensor: this rank's part, 1-D.
-            input_tensor: the parts of all ranks, one after the other.
-            op: SUM; see [Note: sums].
-            async_op: False, as FSDP calls it: on a stream of its own.
-        """
+        """Sum `input_tensor`, the parts of all ranks one after the other, into this rank's part, 1-D."""
         sent = input_tensor.to(torch.bfloat16)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         torch.sum(received.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)
+
+
+class Usage:
+    """Records which gathered parameters get a gradient; `modules` are those of units, each under its first name. See
+    [Note: usage].
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._named = dict(model.named_parameters())
+        # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
+        self._axes = {name: p.device_mesh.ndim for name, p in self._named.items() if isinstance(p, DTensor)}
+        self._used: set[str] = set()
+        self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        for name, unit in modules:
+            # After FSDP's own hook, which puts the gathered parameters in place.
+            unit.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
+
+    def _watch(self, prefix: str, unit: nn.Module, args: Any) -> None:
+        # FSDP keeps the objects of gathered parameters. Within `unshard` others may be in their places, so names do not
+        # identify them.
+        for name, parameter in unit.named_parameters():
+            fqn = prefix + name
+            if self._is_sharded(fqn, parameter) or parameter in self._watched or not parameter.requires_grad:
+                continue
+            self._watched[parameter] = None
+            parameter.register_post_accumulate_grad_hook(partial(self._note, fqn))
+
+    def _note(self, fqn: str, parameter: nn.Parameter) -> None:
+        # torch calls this also where an operation has given no gradient.
+        if parameter.grad is not None:
+            self._used.add(fqn)
+
+    def _is_sharded(self, fqn: str, parameter: nn.Parameter) -> bool:
+        if not isinstance(parameter, DTensor):
+            return False
+        axes = parameter.device_mesh.ndim
+        # Another name of a parameter is watched by its first.
+        return axes == self._axes.get(fqn, axes)
+
+    def findings(self) -> Findings:
+        """Return which parameters got a gradient on this rank, after the backwards of a step."""
+        trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        used = [name in self._used for name in trained]
+        self._used.clear()
+        return Findings([[parameter] for parameter in trained.values()], used)

@@ -29,11 +29,7 @@ _Placement: TypeAlias = "Callable[[nn.Parameter], Shard | None]"
 
 
 def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
-    """Return the policy of the root: the config's `mp_policy`, with its `reduce_dtype`.
-
-    Raises:
-        ConfigError: `_target_` is not on the allow-list or no policy, or an argument is wrong.
-    """
+    """Return the policy of the root: the config's `mp_policy`, with its `reduce_dtype`."""
     policy = _made(config.mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
     sums = sums_dtype(config)
     return policy if sums is None else replace(policy, reduce_dtype=getattr(torch, sums))
@@ -45,12 +41,7 @@ def sums_dtype(config: FSDP2Config) -> str | None:
 
 
 def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
-    """Return the offload policy of all units on a mesh of this device.
-
-    Raises:
-        ConfigError: as `mixed_precision`.
-        StrategyError: it pins memory, where there is no accelerator to pin it for.
-    """
+    """Return the offload policy of all units on a mesh of this device."""
     policy = _made(config.offload_policy, CPUOffloadPolicy)
     if policy is not None and policy.pin_memory and device.type == "cpu":
         raise StrategyError(
@@ -73,15 +64,7 @@ def _stream_dtype(config: FSDP2Config) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """How the units of one model are sharded.
-
-    Attributes:
-        mesh: one axis to shard over, or (replicate, shard).
-        mp_policy: of the root; the policies of other units follow from it.
-        expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard); None: no experts.
-        sends_halves: whether gradients travel in bfloat16.
-        stream: dtype of the residual stream, where it is wider than autocast's; None: unchanged.
-    """
+    """How the units of one model are sharded."""
 
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
@@ -93,12 +76,6 @@ class UnitOptions:
 
     @classmethod
     def of_config(cls, config: FSDP2Config, mesh: Mesh) -> UnitOptions:
-        """Make the options that a config means on a mesh.
-
-        Raises:
-            ConfigError: a policy cannot be made.
-            StrategyError: as `offload`.
-        """
         shard = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"
         copies = mesh.degrees.dp_replicate > 1
         experts = None
@@ -116,18 +93,10 @@ class UnitOptions:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards lie in CPU memory."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def arguments(self, unit: Unit, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
-        """Return the arguments of `fully_shard` for one unit, without `ignored_params`.
-
-        Args:
-            tensor_parallel: what has been applied to the model along `tp`.
-
-        Returns:
-            Among them `shard_placement_fn`, which raises ModelError where no dim of a parameter can be sharded.
-        """
+        """Return the arguments of `fully_shard` for one unit, without `ignored_params`."""
         if unit.is_experts and self.expert_mesh is not None:
             mesh = self.expert_mesh
             place: _Placement | None = _place_experts(mesh.shape[-1])
@@ -143,7 +112,6 @@ class UnitOptions:
         }
 
     def policy(self, unit: Unit) -> MixedPrecisionPolicy:
-        """Return the mixed precision of one unit."""
         policy = self.mp_policy
         if unit.dtype is not None:
             # Kept as they are, and summed in `reduce_dtype` where that is no coarser.

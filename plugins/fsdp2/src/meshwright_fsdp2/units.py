@@ -21,15 +21,7 @@ from meshwright.plugin import ModelError, ModelLayout
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that are gathered together.
-
-    Attributes:
-        names: of the modules; the root's is empty.
-        is_last: whether their own backward follows on their forward.
-        is_block: whether it is one block of a stack.
-        is_experts: whether it lies on the expert mesh.
-        dtype: the unit has parameters of this dtype only; None: all parameters that no other unit has.
-    """
+    """Modules that are gathered together."""
 
     names: tuple[str, ...]
     is_last: bool
@@ -43,11 +35,7 @@ class Unit:
 
 
 def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] = ()) -> list[Unit]:
-    """Return the units of a model before sharding, each before those that contain it; the root comes last.
-
-    Args:
-        experts: names of modules that lie on the expert mesh.
-    """
+    """Return the units of a model before sharding, each before those that contain it; the root comes last."""
     across = [names for names in layout.tied if len({_block_of(name, layout) for name in names}) > 1]
     inside = [names for names in across if None not in {_block_of(name, layout) for name in names}]
     rooted = {_block_of(name, layout) for names in across if names not in inside for name in names}
@@ -62,11 +50,7 @@ def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] =
 
 
 def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, Unit]]:
-    """Return the units that [Note: units by dtype] splits off those of `find_units`, each with the unit around it.
-
-    Raises:
-        ModelError: parameters of several dtypes lie in the very module of a unit, or in modules that share a unit.
-    """
+    """Return the units that [Note: units by dtype] splits off those of `find_units`, each with the unit around it."""
     names = {name for unit in units for name in unit.names}
     taken: set[nn.Parameter] = set()
     found: list[tuple[Unit, Unit]] = []
@@ -110,22 +94,14 @@ def _place_within(model: nn.Module, unit: Unit, parameter: str, taken: Collectio
 
 
 def separate_names(model: nn.Module, layout: ModelLayout) -> list[str]:
-    """Return the modules other than experts that are gathered by themselves within blocks, before sharding.
-
-    Raises:
-        ModelError: as `units_by_dtype`.
-    """
+    """Return the modules other than experts that are gathered by themselves within blocks, before sharding."""
     units = find_units(model, layout)
     shared = [unit for unit in units if not (unit.is_block or unit.is_root or unit.is_experts)]
     return [name for unit in (*shared, *(inner for inner, _ in units_by_dtype(model, units))) for name in unit.names]
 
 
 def _shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the largest modules within blocks that hold shared parameters only, grouped by what they share.
-
-    Args:
-        tied: groups of names of one parameter, each within more than one block.
-    """
+    """Return the largest modules within blocks that hold shared parameters only, grouped by what they share."""
     all_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared_names = {name for names in tied for name in names}
     groups: list[set[str]] = []

@@ -162,13 +162,11 @@ class MegatronFSDPConfig(StrategyConfig):
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage, 0 to 3."""
         name = self.data_parallel_sharding_strategy
         return self.zero_dp_strategy if name is None else STAGES.index(name)
 
     @property
     def shards_outer(self) -> bool:
-        """Whether optimizer state is sharded over dp_replicate, too."""
         return self.outer_dp_sharding_strategy in (1, "optim")
 
     @field_validator("megatron_fsdp_unit_modules")

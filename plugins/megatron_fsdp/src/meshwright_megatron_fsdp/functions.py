@@ -107,10 +107,7 @@ def nvfsdp_strategy_parallelize(
     tp_mesh_name: str = "tensor_parallel",
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """`megatron_fsdp_strategy_parallelize` under its older name, with the arguments in the reference's order.
-
-    What each does is said there, and of options in MegatronFSDPConfig; so are the errors raised.
-    """
+    """`megatron_fsdp_strategy_parallelize` under its older name, with the arguments in the reference's order."""
     arguments = locals()
     return megatron_fsdp_strategy_parallelize(**arguments.pop("options"), **arguments)
 

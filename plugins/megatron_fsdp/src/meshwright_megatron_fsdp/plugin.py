@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 
 def build(config: MegatronFSDPConfig, mesh: Mesh) -> MegatronFSDPManager:
-    """Build the manager of `megatron_fsdp`."""
     from .manager import MegatronFSDPManager
 
     return MegatronFSDPManager(config, mesh)
 
 
 def check(config: MegatronFSDPConfig, degrees: Degrees) -> None:
-    """Refuse a pipeline, before ranks start."""
     if degrees.pp > 1:
         raise StrategyError(
             f"megatron_fsdp cannot train one stage of a pipeline, but pp_size={degrees.pp}: the package reduces the "

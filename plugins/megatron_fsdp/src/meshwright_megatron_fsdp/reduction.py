@@ -34,14 +34,7 @@ from .shards import like
 
 
 class Reduction:
-    """The reduction of one model's gradients.
-
-    Args:
-        fsdp: from `_compat.wrapping.wrap` with these units and mesh, in the sharded state.
-
-    Attributes:
-        is_pending: whether gradients have come since the last `end`.
-    """
+    """The reduction of one model's gradients."""
 
     def __init__(self, fsdp: Any, units: Iterable[nn.Module], config: MegatronFSDPConfig, mesh: Mesh) -> None:
         self._fsdp = fsdp
@@ -120,9 +113,6 @@ class Reduction:
         """Wait for the reduction, and put the gradients on the sharded parameters. Collective.
 
         All ranks have gradients of all parameters, DTensors like the sharded parameters, possibly empty.
-
-        Returns:
-            Which parameters this rank has used, and which gradients are not finite, or came too late to be reduced.
         """
         fsdp = self._fsdp
         if not self._config.overlap_grad_reduce:

@@ -19,12 +19,7 @@ from ._compat.wrapped import Slot
 
 
 class Shards(Parts):
-    """The parts of a sharded parameter, or of a tensor of its shape (a gradient, optimizer state); see `Parts`.
-
-    Args:
-        slots: by the sharded parameter.
-        divisions: by the sharded parameter, where tensor parallelism has divided it.
-    """
+    """The parts of a sharded parameter, or of a tensor of its shape (a gradient, optimizer state); see `Parts`."""
 
     def __init__(
         self, slots: Mapping[nn.Parameter, Slot], divisions: Mapping[nn.Parameter, Division] | None = None

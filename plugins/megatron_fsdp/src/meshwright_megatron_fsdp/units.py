@@ -17,12 +17,7 @@ from .config import MegatronFSDPConfig
 def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules that are gathered and reduced as one each: those of the named classes, or the blocks.
 
-    Args:
-        classes: names or full paths of classes of the model's modules; nothing is imported. The model's own class
-            means the whole model: nothing in it is a unit.
-
-    Raises:
-        ModelError: a class has no module in the model.
+    The model's own class means the whole model: nothing in it is a unit.
     """
     if classes is None:
         return list(dict.fromkeys(model.get_submodule(name) for name in layout.blocks))
@@ -46,11 +41,7 @@ def _names(cls: type) -> tuple[str, str]:
 
 
 def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Dtypes:
-    """Return the dtypes to accumulate, send and train in; at least one parameter of the model trains.
-
-    Raises:
-        ModelError: a dtype is coarser than the parameters, or the parameters' own do not go together.
-    """
+    """Return the dtypes to accumulate, send and train in; at least one parameter of the model trains."""
     used = {parameter.dtype for parameter in model.parameters()}
     if {torch.float64, torch.float16} <= used:
         raise ModelError(
@@ -85,10 +76,7 @@ def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) ->
     """Replace parameters on the meta device in place; tied parameters stay tied.
 
     The package copies each parameter into its buffers when it wraps a model, and drops it. So until the shards get
-    their values, a stand-in of the same shape is enough.
-
-    Args:
-        without_memory: parameters are views of one element each, to be copied and never written to.
+    their values, a stand-in of the same shape is enough; `without_memory`, a view of one element.
     """
 
     def made(parameter: nn.Parameter) -> nn.Parameter:

@@ -104,11 +104,8 @@ class PipelineConfig(FrozenModel):
     def forecast(self, *, layers: int, ranks: int, sequences: int, head: float = 0.0) -> tuple[float, float]:
         """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
 
-        Args:
-            layers: blocks of the model.
-            ranks: size of the pipeline axis.
-            sequences: of a step, on each data-parallel rank.
-            head: the time of what the last stage computes beside its blocks, as a number of blocks.
+        `sequences` are those of a step on each data-parallel rank, and `head` is the time of what the last stage
+        computes beside its blocks, as a number of blocks.
         """
         stages = number_of_stages(self, layers=layers, ranks=ranks)
         microbatches = number_of_microbatches(self, sequences=sequences)
@@ -188,7 +185,6 @@ class CountedBlocks(PipelineConfig):
 
 
 def check_options(config: PipelineConfig, degrees: Degrees) -> None:
-    """Refuse options that cannot act."""
     if config.patch_inner_model != config.patch_causal_lm_model:
         raise ConfigError(
             f"patch_inner_model={config.patch_inner_model} and patch_causal_lm_model={config.patch_causal_lm_model}: "
@@ -267,7 +263,7 @@ def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str,
 
 
 def _fitting_layers(layers: int, ranks: int, chunks: int) -> str:
-    """A value of layers_per_stage that gives `chunks` stages on each rank, as a hint; empty where there is none."""
+    """A hint of a layers_per_stage that gives `chunks` stages on each rank, if there is one."""
     fitting = -(-layers // (ranks * chunks))
     return f", for instance layers_per_stage={fitting}" if -(-layers // fitting) == ranks * chunks else ""
 
@@ -298,7 +294,6 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
 
 
 def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The schedule by name or from a file; see `build_schedule` and `read_csv`."""
     if config.pp_schedule_csv is not None:
         return read_csv(config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
     return build_schedule(str(config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)

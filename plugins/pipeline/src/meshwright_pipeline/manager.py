@@ -132,7 +132,6 @@ class PipelineManager(StatefulStages):
 
     @property
     def _stages(self) -> Mapping[int, PipelineStage]:
-        """Of this rank, by their numbers."""
         return self._taken.here
 
     @property

@@ -25,7 +25,6 @@ def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyMa
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
-    """Add `meshwright pipeline show`."""
     from .show import add_commands
 
     add_commands(app)
@@ -33,7 +32,6 @@ def register_commands(app: typer.Typer) -> None:
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    """The strategy `pipeline`, which wraps another."""
     return [
         StrategySpec(
             name="pipeline",

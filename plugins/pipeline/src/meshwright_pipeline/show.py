@@ -24,19 +24,14 @@ if TYPE_CHECKING:
 
     from meshwright import RunConfig
 
-COLOURS = {
-    Kind.FORWARD: "#4c78c8",
-    Kind.BACKWARD: "#2f9e6e",
-    Kind.BACKWARD_INPUT: "#35b0b8",
-    Kind.BACKWARD_WEIGHT: "#e09f3e",
+LOOKS = {
+    Kind.FORWARD: ("#4c78c8", "forward"),
+    Kind.BACKWARD: ("#2f9e6e", "backward"),
+    Kind.BACKWARD_INPUT: ("#35b0b8", "backward, input"),
+    Kind.BACKWARD_WEIGHT: ("#e09f3e", "backward, weight"),
 }
+"""Colour and name of each kind of action."""
 BUBBLE = "#d9dde3"
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, input",
-    Kind.BACKWARD_WEIGHT: "backward, weight",
-}
 
 
 @dataclass(frozen=True)
@@ -61,24 +56,20 @@ class View:
 
     @cached_property
     def times(self) -> Times:
-        """When each action runs, with each stage's own cost."""
         return timeline(self.schedule, stage_costs=self.costs)
 
     @property
     def costs(self) -> list[float]:
-        """Of a forward of each stage."""
         return [stage.cost for stage in self.stages]
 
     @cached_property
     def end(self) -> float:
-        """When the last action ends."""
         return max(rank[-1][2] for rank in self.times)
 
     @property
     def kinds(self) -> list[Kind]:
-        """Kinds of actions in the schedule."""
         used = {action.kind for order in self.schedule.orders for action in order}
-        return [kind for kind in NAMES if kind in used]
+        return [kind for kind in LOOKS if kind in used]
 
     def bubble_of(self, rank: int) -> float:
         """The share of the whole time in which a rank waits, from 0 to 1."""
@@ -86,7 +77,6 @@ class View:
 
     @property
     def headline(self) -> str:
-        """The schedule and its numbers, in words."""
         schedule = self.schedule
         return (
             f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches "
@@ -102,7 +92,6 @@ class View:
 
 
 def view_of(config: RunConfig) -> View:
-    """Work out the pipeline of a run."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -176,7 +165,7 @@ def as_lines(view: View, width: int) -> list[Text]:
 
     schedule = view.schedule
     bubble = f"#808080 on {BUBBLE}"
-    styles = {kind: f"bold #ffffff on {colour}" for kind, colour in COLOURS.items()}
+    styles = {kind: f"bold #ffffff on {colour}" for kind, (colour, _) in LOOKS.items()}
     shortest = min(min(view.costs) * cost for cost in UNIT_COSTS.values())
     margin = len(f"rank {schedule.ranks - 1} ")
     columns = max(1, min(width - margin, round(view.end / shortest)))
@@ -195,7 +184,7 @@ def as_lines(view: View, width: int) -> list[Text]:
         lines.append(line)
     legend = Text(" " * margin)
     for kind in view.kinds:
-        legend.append(str(kind), style=styles[kind]).append(f" {NAMES[kind]}  ")
+        legend.append(str(kind), style=styles[kind]).append(f" {LOOKS[kind][1]}  ")
     legend.append("·", style=bubble).append(" bubble")
     if schedule.stages > schedule.ranks:
         legend.append("  lower case: not the rank's first stage")
@@ -222,7 +211,7 @@ def draw(view: View, path: Path) -> None:
         for action, start, end in times:
             alpha = 1.0 if action.stage == first else 0.65
             axes.barh(
-                rank, end - start, left=start, height=0.9, color=COLOURS[action.kind], alpha=alpha, edgecolor="#ffffff"
+                rank, end - start, left=start, height=0.9, color=LOOKS[action.kind][0], alpha=alpha, edgecolor="#ffffff"
             )
             # Numbers that would run into each other are left out.
             if (end - start) / view.end > 0.008:
@@ -231,7 +220,7 @@ def draw(view: View, path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="time [forwards of an average stage]", xlim=(0, view.end))
     axes.set_title(f"{view.headline}\n{view.bubbles}", loc="left", fontsize=9)
-    patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in view.kinds]
+    patches = [Patch(color=LOOKS[kind][0], label=LOOKS[kind][1]) for kind in view.kinds]
     patches.append(Patch(color=BUBBLE, label="bubble"))
     if view.schedule.stages > ranks:
         patches.append(Patch(color="#000000", alpha=0.3, label="paler: not the rank's first stage"))
@@ -246,7 +235,6 @@ def draw(view: View, path: Path) -> None:
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add `pipeline show`; for the hook `register_commands`."""
     group = typer.Typer(help="Look at pipelines.", no_args_is_help=True)
     app.add_typer(group, name="pipeline")
 

@@ -49,12 +49,10 @@ class Setting:
     inner: Callable[[Mesh], StrategyManager]
 
     def orders(self, stages: int) -> Orders:
-        """This rank's orders, where the model has so many stages."""
         degrees = self.mesh.degrees
         return Orders(self.config, stages=stages, ranks=degrees.pp, rank=self.mesh.axis_rank("pp"))
 
     def stage_manager(self) -> DataParallelManager:
-        """A manager of the inner strategy for one stage."""
         manager = self.inner(self.mesh.stage())
         if not (isinstance(manager, DataParallelManager) and manager.runs_in_pipeline):
             raise StrategyError(
@@ -70,7 +68,6 @@ class Setting:
         return manager
 
     def options(self, index: int, orders: Orders) -> dict[str, Any]:
-        """How a stage runs; see `PipelineStage`."""
         return {
             "is_first": index == 0,
             "is_last": index == len(orders.placement) - 1,
@@ -81,8 +78,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Stages:
-    """A model in stages, as one rank knows it: this rank's by their numbers, ascending, their orders, and the names of
-    the whole model."""
+    """A model in stages, as one rank knows it; `here` are its own, by their numbers, ascending."""
 
     here: Mapping[int, PipelineStage]
     orders: Orders
@@ -142,19 +138,11 @@ def _divided(
 
 
 def take_as_given(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
-    """Take a module for this rank's stage; see [Note: given stages] in `cut.trial_runs`. Collective.
-
-    The module has its weights; `weights` are None, or values for them.
-    """
+    """Take a module with its weights for a stage; see [Note: given stages] in `cut.trial_runs`. Collective."""
     config, mesh = setting.config, setting.mesh
     ranks, index = mesh.degrees.pp, mesh.axis_rank("pp")
-    mesh.world.raise_together(
-        ModelError(
-            "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
-        )
-        if is_meta(model)
-        else None
-    )
+    unfilled = "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
+    mesh.world.raise_together(ModelError(unfilled) if is_meta(model) else None)
     if number_of_stages(config, layers=4 * ranks, ranks=ranks) != ranks:
         raise ConfigError(
             f"patch_inner_model=false gives each rank one stage, and pp_schedule={config.pp_schedule!r} takes "

@@ -15,10 +15,8 @@ from mlflow.entities import Metric, Param, RunTag
 
 from meshwright.plugin import Reason, RunInfo
 
-from .background import Background
 from .config import MLflowConfig
-from .metrics import parameters
-from .tracker import Tracker
+from .tracker import Background, Tracker, parameters
 
 RUN_ID_TAG = "meshwright.run_id"
 STATUS = {"failed": "FAILED", "signal": "KILLED"}
@@ -34,11 +32,7 @@ _Item: TypeAlias = "Metric | RunTag | str"
 
 
 class MLflow(Tracker):
-    """A run of MLflow, found again by a tag that holds the id of ours; values are sent in a thread.
-
-    Raises:
-        OSError: nothing answers at `tracking_uri`.
-    """
+    """A run of MLflow, found again by a tag that holds the id of ours; values are sent in a thread."""
 
     def __init__(self, config: MLflowConfig, run: RunInfo) -> None:
         directory = (run.directory or Path()).absolute()

@@ -18,14 +18,7 @@ from .tracker import Tracker
 
 @dataclass(frozen=True)
 class Library:
-    """The library of a tracker.
-
-    Attributes:
-        tracker: its name, which is also that of the extra.
-        distributions: any of which brings the library.
-        modules: all of which must be importable.
-        at_least: major and minor version.
-    """
+    """The library of a tracker and of the extra that brings it: any of the distributions, all of the modules."""
 
     tracker: str
     distributions: tuple[str, ...]

@@ -20,8 +20,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from meshwright.plugin import Reason, RunInfo
 
 from .config import TensorBoardConfig
-from .metrics import parameters
-from .tracker import Tracker
+from .tracker import Tracker, parameters
 
 _WAITING = 1000
 """So many events are written by the library's thread before a step waits for it."""

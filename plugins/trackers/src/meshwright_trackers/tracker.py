@@ -1,23 +1,96 @@
-"""The base of the trackers: an observer that forwards numbers, notes and the end of a run."""
+"""What all trackers share: the names of metrics, the observer of a run, and a thread that sends.
+
+[Note: names of metrics] Values are those of metrics.jsonl, and steps are the run's, from 1:
+    train/      loss, grad_norm, learning_rate, learning_rate/GROUP where there are several, tokens, flops
+    eval/SET    losses of the sets, in steps that evaluate
+    sum/NAME    further sums of an objective
+    speed/      tokens_per_second, tokens_per_second_per_device, mfu
+    time/step   seconds of the step; time/PART its parts
+    memory/KIND bytes of the first rank
+    norm/BLOCK  gradient norms by block, in steps that measure them
+    checkpoint/ seconds, is_best, in steps that save
+"""
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from meshwright.plugin import Fault, Reason, RunSummary, SavedCheckpoint, StepResult, hookimpl
+from meshwright.plugin import Fault, Reason, RunInfo, RunSummary, SavedCheckpoint, StepResult, hookimpl
 
-from .metrics import checkpoint_metrics, outcome, step_metrics
+Plain = str | int | float | bool | None
+
+
+def step_metrics(result: StepResult) -> dict[str, float]:
+    """The numbers of a step; see [Note: names of metrics]. What is not known is left out."""
+    rates = result.learning_rates if len(result.learning_rates) > 1 else {}
+    found: dict[str, float | None] = {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/learning_rate": result.learning_rate,
+        **_under("train/learning_rate", rates),
+        "train/tokens": result.num_tokens,
+        "train/flops": result.flops,
+        **_under("eval", result.evaluations),
+        **_under("sum", result.sums),
+        "speed/tokens_per_second": result.tokens_per_second,
+        "speed/tokens_per_second_per_device": result.tokens_per_second_per_device,
+        "speed/mfu": result.mfu,
+        "time/step": result.seconds,
+        **_under("time", result.times),
+        **_under("memory", result.memory),
+        **_under("norm", result.norms),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def checkpoint_metrics(checkpoint: SavedCheckpoint) -> dict[str, float]:
+    return {"checkpoint/seconds": checkpoint.seconds, "checkpoint/is_best": float(checkpoint.is_best)}
+
+
+def parameters(run: RunInfo) -> dict[str, Plain]:
+    """The run file with dots in its keys, without its trackers, which may hold secrets; and `run.` what it became."""
+    facts: dict[str, Plain] = {
+        "id": run.id,
+        "strategy": run.strategy,
+        "mesh": run.mesh,
+        "world_size": run.world_size,
+        "parameters": run.parameters,
+        "device": run.device,
+        "version": run.version,
+    }
+    options = {name: value for name, value in run.config.items() if name != "trackers"}
+    return {**dict(_flat(options)), **{f"run.{name}": value for name, value in facts.items()}}
+
+
+def outcome(summary: RunSummary) -> dict[str, str | float]:
+    return {"end/reason": summary.reason, "end/step": summary.step, "end/seconds": summary.seconds}
+
+
+def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Plain]]:
+    """Lists are numbered where they hold mappings, and else are JSON."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{name}.")
+        elif value is None or isinstance(value, str | int | float):
+            yield name, value
+        else:
+            yield name, json.dumps(value, default=str)
 
 
 class Tracker(ABC):
-    """An observer on the first rank of a run, whose constructor opens or resumes the run of its library.
-
-    Args:
-        config: options of the tracker.
-        run: the run to log.
-    """
+    """An observer on the first rank of a run, whose constructor opens or resumes the run of its library."""
 
     _has_ended = False
 
@@ -58,3 +131,62 @@ class Tracker(ABC):
     def on_run_end(self, summary: RunSummary) -> None:
         self._has_ended = True
         self.end(summary.reason, outcome(summary))
+
+
+ItemT = TypeVar("ItemT")
+
+
+class Background(Generic[ItemT]):
+    """Sends all waiting items in order, in a thread, so that no server delays the run; the next `put` or `finish`
+    raises errors.
+    """
+
+    def __init__(self, send: Callable[[Sequence[ItemT]], None], *, name: str) -> None:
+        self._send = send
+        self._waiting: list[ItemT] = []
+        self._changed = threading.Condition()
+        self._is_finishing = False
+        self._error: Exception | None = None
+        self._has_failed = False
+        # A daemon, so that a hanging send does not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, *items: ItemT) -> None:
+        """Add items. Raises the error of sending earlier ones, once; after that nothing is sent."""
+        with self._changed:
+            self._raise_error()
+            if self._has_failed:
+                return
+            self._waiting += items
+            self._changed.notify()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until everything is sent. Raises as `put`, or TimeoutError."""
+        with self._changed:
+            self._is_finishing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        with self._changed:
+            self._raise_error()
+            if self._thread.is_alive():
+                raise TimeoutError(f"what was logged last has not been taken after {timeout_s:g} s")
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_finishing)
+                items, self._waiting = self._waiting, []
+            if not items:
+                return
+            try:
+                self._send(items)
+            except Exception as error:
+                with self._changed:
+                    self._error, self._has_failed = error, True
+                return

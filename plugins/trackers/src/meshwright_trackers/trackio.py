@@ -9,8 +9,7 @@ import trackio
 from meshwright.plugin import Reason, RunInfo
 
 from .config import TrackioConfig
-from .metrics import parameters
-from .tracker import Tracker
+from .tracker import Tracker, parameters
 
 
 class Trackio(Tracker):

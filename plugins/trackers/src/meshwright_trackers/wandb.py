@@ -9,8 +9,7 @@ import wandb
 from meshwright.plugin import Reason, RunInfo
 
 from .config import WandbConfig
-from .metrics import parameters
-from .tracker import Tracker
+from .tracker import Tracker, parameters
 
 
 class WeightsAndBiases(Tracker):

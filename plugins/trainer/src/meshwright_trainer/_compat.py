@@ -119,7 +119,6 @@ def note_microbatch(trainer: Any, seconds: float) -> None:
 
 
 def takes_images(trainer: Any) -> bool:
-    """Whether the processor of trl's trainer is one of images."""
     return bool(trainer._is_vlm)
 
 

@@ -72,10 +72,7 @@ class DataRanks:
         return nullcontext()
 
     def gather(self, values: Any) -> Any:
-        """Tensors of all data ranks behind each other along their first dim; scalars become (data ranks,).
-
-        `values` are a tensor, or lists, tuples and mappings of tensors, of equal shapes on all data ranks.
-        """
+        """Tensors, in containers, of all data ranks behind each other along dim 0; scalars become (data ranks,)."""
         return recursively_apply(self._gather, values)
 
     def _gather(self, value: Tensor) -> Tensor:
@@ -108,7 +105,6 @@ class DataRanks:
         return self.gather(values)
 
     def reduce(self, values: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over data ranks of tensors of equal shapes."""
         divisor = self.num_processes if reduction == "mean" else 1
 
         def reduced(value: Tensor) -> Tensor:

@@ -38,13 +38,13 @@ def known_arguments() -> dict[str, dict[str, Any]]:
 
 
 def arguments_among(values: Iterable[Any]) -> Any:
-    """The trainer's arguments among what it is called with, or None."""
     return next((each for each in values if isinstance(each, TrainingArguments)), None)
 
 
 def check_arguments(args: Any, trainer: type, passed: Mapping[str, Any] | None = None) -> None:
-    """Refuse the first of a trainer's arguments (`passed` by name, or in `args`), and of the overridden methods of its
-    class, that cannot be honoured; before anything is sent, on every rank."""
+    """Refuse the first argument (`passed` by name, or in `args`) or overridden method that cannot be honoured; on every
+    rank.
+    """
     for name, rule in known_arguments()["refused"].items():
         value = _value((passed or {}, args), name)
         if value is _MISSING or (rule.get("several_ranks") and args.world_size == 1):
@@ -76,12 +76,10 @@ def _plain(value: Any) -> Any:
 
 
 def _elements(value: Any) -> list[Any]:
-    """What of a value is compared: itself, or each element or key."""
     return [_plain(each) for each in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
 
 
 def _check_trainer(trainer: type) -> None:
-    """Refuse a trainer of TRL's whose batches are not known here."""
     names = [each.__name__ for each in trainer.__mro__]
     of_trl = [each.__name__ for each in trainer.__mro__ if each.__module__.startswith("trl.")]
     if of_trl and not KNOWN & set(of_trl):
@@ -94,7 +92,6 @@ def _check_trainer(trainer: type) -> None:
 
 
 def _check_methods(trainer: type) -> None:
-    """Refuse methods of a user's class that would never be called."""
     names = [each.__name__ for each in trainer.__mro__]
     mixin = names.index("MeshTrainerMixin") if "MeshTrainerMixin" in names else -1
     for at, cls in enumerate(trainer.__mro__):
@@ -188,12 +185,8 @@ class MeshArguments:
 
 
 def mesh_options(given: Mapping[str, Any] | MeshArguments | MeshOptions | str | Path | None) -> MeshOptions:
-    """The `mesh` of a trainer.
-
-    Args:
-        given: keys of a run file (`strategy`, `strategy_config`, `wrapper_config`, `tp_size`, ...), the path of a run
-            file of which only these are read, `MeshArguments`, or None: `fsdp2` over all ranks. Where `strategy_config`
-            is an object, such as a DDPConfig, the strategy follows from its class.
+    """The `mesh` of a trainer. Where `strategy_config` is an object, such as a DDPConfig, the strategy follows from its
+    class.
     """
     if isinstance(given, MeshOptions):
         return given

@@ -57,7 +57,6 @@ class MeshTrainerMixin(OnMesh):
     # -- one step
 
     def get_tp_size(self) -> int:
-        """Ranks that share a batch."""
         return self.mesh.world.size // self.mesh.data_size if hasattr(self, "mesh") else 1
 
     @property
@@ -91,7 +90,6 @@ class MeshTrainerMixin(OnMesh):
         return self._losses[takes_logits]
 
     def _batches(self, held: Sequence[dict[str, Any]], objective: Objective | None) -> list[dict[str, Tensor]]:
-        """What the manager takes of the trainer's microbatches."""
         batches = []
         for number, inputs in enumerate(held):
             self._check_inputs(inputs)

@@ -59,16 +59,8 @@ class TrainerLoss:
     """A trainer's loss over the rows of its microbatches.
 
     A trainer either divides by the number of items itself, where the sum over items is taken here, or means over the
-    groups of rows of a microbatch (pairs, sequences), where that mean times the number of groups is.
-
-    Attributes:
-        on: what the model's head gives.
-        rows: how many rows of a microbatch make a group: 2 for pairs, whose chosen rows come first in the trainer's
-            order, and which lie side by side in the manager's.
-        is_mean: whether the loss is a mean over groups.
-        held: the microbatches of the step, as the trainer has them.
-        kept: statistics of each microbatch of the step, for what is logged; predictions, where they are asked for.
-        is_here: whether this rank has the loss, as the last ranks of a pipeline have.
+    groups of rows of a microbatch (pairs, sequences), where that mean times the number of groups is. Pairs are groups
+    of 2 rows: chosen rows come first in the trainer's order, and lie beside the rejected ones in the manager's.
     """
 
     columns = (ROWS,)
@@ -135,8 +127,9 @@ class TrainerLoss:
         return loss * (len(back) // self.rows) if self.is_mean else loss
 
     def log(self) -> None:
-        """Let the trainer log what its loss logs, of the step or evaluation that has ended; on ranks with the loss,
-        collective over those with the same place in the model."""
+        """Let the trainer log what its loss logs; on ranks with the loss, collective over those with their place in the
+        model.
+        """
         for microbatch, held in enumerate(self.held):
             with torch.no_grad():
                 self._loss(lambda name, at=microbatch: self._kept(at, name), dict(held), is_logged=True)
@@ -230,8 +223,7 @@ def _stood_in(trainer: Any, reference: StandIn | None, *, is_logged: bool) -> It
 
 
 class Answer:
-    """What a model's outputs are to a loss: `get` gives a value by its name ("logits", "loss", or one of a fused head),
-    and `order` has the names of what it is as a tuple."""
+    """What a model's outputs are to a loss: `get` gives a value by its name, and `order` names those of the tuple."""
 
     def __init__(self, get: Callable[[str], Tensor], order: Sequence[str] = ("loss", "logits")) -> None:
         self._get, self._order = get, order

@@ -86,7 +86,6 @@ class OnMesh(Trainer):
                 without_fused_head(each)
 
     def _open_mesh(self, args: Any) -> None:
-        """Have every rank its place; collective."""
         one_device(args)
         world, given = open_world(args.device), self.mesh_options
         options = layout_options(args, given, get_registry().get(given.strategy))
@@ -283,7 +282,6 @@ class OnMesh(Trainer):
 
 
 def _names(cls: type) -> frozenset[str]:
-    """Names of a class and all that it derives from."""
     return frozenset(each.__name__ for each in cls.__mro__)
 
 
@@ -294,7 +292,6 @@ class SteppedByManager:
         self.manager = manager
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Step and drop the gradients."""
         if closure is not None:
             raise ConfigError("an optimizer over a mesh takes no closure.")
         self.manager.optimizer_step()

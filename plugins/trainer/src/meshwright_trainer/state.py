@@ -37,8 +37,7 @@ def save(
     tokenizer: Any,
     with_state: bool,
 ) -> None:
-    """Write a model as `save_pretrained` does, and `with_state` a checkpoint beside it, with optimizer and schedule.
-    Collective."""
+    """Write a model as `save_pretrained` does, and `with_state` a checkpoint beside it. Collective."""
     world, inner = manager.mesh.world, directory / INNER
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,6 @@ def save(
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse to go on from what is no directory of Trainer's."""
     if not (directory / TRAINER_STATE).is_file():
         raise CheckpointError(
             f"resume_from_checkpoint={str(directory)!r} is no checkpoint of a trainer: it has no {TRAINER_STATE}. Give "
@@ -89,10 +87,7 @@ def load(manager: StrategyManager, directory: Path, scheduler: LRScheduler | Non
 
 
 def newest(world: World, root: Path) -> Path | None:
-    """The newest directory of a trainer whose checkpoint is whole, with Trainer's own state beside it. Collective.
-
-    The first rank warns of newer ones that are not whole.
-    """
+    """The newest of a trainer's checkpoints that is whole, with Trainer's own state; newer ones warn. Collective."""
 
     def candidates() -> list[Path]:
         numbered = [(each.name.rpartition("-")[2], each) for each in root.glob("checkpoint-*")]

@@ -38,11 +38,7 @@ class _CpuStream(torch.cpu.Stream):
 
 
 class _CpuAsCuda:
-    """The names of torch.cuda that the package uses; others are missing, so that a new call fails.
-
-    Args:
-        device: what `current_device` returns: a device for one module, a number to format one for the others.
-    """
+    """The names of torch.cuda that the package uses; others are missing, so that a new call fails."""
 
     Stream = _CpuStream
     stream = staticmethod(torch.cpu.stream)
@@ -122,14 +118,7 @@ _cpu_users = 0
 
 
 def hold_cpu_torch(owner: object) -> weakref.finalize[..., Any]:
-    """Apply [Note: torch on a CPU] as long as `owner`, which takes weak references, lives.
-
-    Returns:
-        A function that ends it earlier; called again, it does nothing.
-
-    Raises:
-        StrategyError: as `package`.
-    """
+    """Apply [Note: torch on a CPU] while `owner` lives; what is returned ends it earlier."""
     global _cpu_users
     if _cpu_users == 0:
         _log.info("Megatron-FSDP runs on the CPU: what its modules call of torch.cuda is answered by torch.cpu.")
@@ -157,8 +146,7 @@ def _replace(module: Any, torch_: Any, coalescing_manager: Any) -> None:
 def float64_buffers() -> Iterator[None]:
     """Let the package make float64 gradient buffers while it wraps a model.
 
-    Its table of buffer sizes has float32, float16 and bfloat16 only, so float16 means float64 there. Such a model has
-    no parameters in float16; see `units.find_dtypes`.
+    Its table of buffer sizes has no float64, so float16 means float64 there; see `units.find_dtypes`.
     """
     module = submodule("param_and_grad_buffer")
     before = module.torch

@@ -24,12 +24,10 @@ from .package import submodule
 
 
 def use_raw(fsdp: Any) -> None:
-    """Bring the raw state; see [Note: two states]."""
     fsdp._replace_param_with_raw_if_needed()
 
 
 def use_sharded(fsdp: Any) -> None:
-    """Bring the sharded state; see [Note: two states]."""
     fsdp._replace_param_with_distributed_if_needed()
 
 
@@ -102,13 +100,7 @@ def units_without_buffer(fsdp: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a rank holds of a parameter.
-
-    Attributes:
-        start, end: its elements of the flattened parameter.
-        group: the ranks that share the parameter; None: each has all of it.
-        dtype: in which modules compute with it.
-    """
+    """The elements start to end that a rank holds of a flattened parameter."""
 
     start: int
     end: int
@@ -117,10 +109,7 @@ class Slot:
 
 
 def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
-    """Return the slot of each sharded parameter.
-
-    DTensor's `full_tensor` expects even shards; the package's function gathers unequal sizes, which gloo refuses.
-    """
+    """Return the slot of each sharded parameter; DTensor's `full_tensor` expects even shards."""
     buffer = fsdp.param_and_grad_buffer
     sharded = dict(buffer.optimizer_named_parameters)
     found = {}
@@ -140,15 +129,14 @@ def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
 
 
 def in_backward(fsdp: Any) -> bool:
-    """Return whether a backward has begun and not ended."""
     return bool(fsdp._root_pre_backward_hook_issued)
 
 
 def begin_backward(fsdp: Any) -> None:
-    """Begin a backward before its first gradient, so that the package ends it; does nothing when called again.
+    """Begin a backward before its first gradient; does nothing when called again.
 
-    The package finds this moment by the output of the model, if that is a tensor or tuple, which those of Hugging Face
-    models are not, or else of the last submodule, which may not run.
+    The package finds this moment by a tensor or tuple that the model returns, or else by the last submodule, which may
+    not run.
     """
     fsdp.pre_backward.func(None)
 

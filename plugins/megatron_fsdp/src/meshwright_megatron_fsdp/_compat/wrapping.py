@@ -54,10 +54,6 @@ def wrap(
 
     `fully_shard_model` has no argument for suggested_communication_unit_size, nor for the size of a bucket, and divides
     by the number of units, which may be 0.
-
-    Args:
-        model: on its device; parameters are plain tensors.
-        mesh: models differ along axes other than dp_replicate, dp_shard and cp.
     """
     theirs = _package_config(config)
     policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
@@ -92,10 +88,7 @@ def wrap(
 
 @contextmanager
 def _unchecked_shards() -> Iterator[None]:
-    """Skip the package's checks of shards while a model is wrapped for a plan.
-
-    It compares the sizes of all ranks' shards, which are uneven; a planned world would return this rank's for all.
-    """
+    """Skip the package's checks of all ranks' shards for a plan, whose world would return this rank's for all."""
     module = submodule("param_and_grad_buffer")
     before = {name: getattr(module, name) for name in ASKING}
     for name in ASKING:
@@ -155,10 +148,7 @@ def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | N
 
 
 def _package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
-    """Make a mesh of the axes `sharded`, followed by `pp`, of one rank, over the existing process groups.
-
-    The package slices it in this order; torch 2.11 and 2.12 want slices in the order of the whole mesh.
-    """
+    """Make a mesh of `sharded` and `pp`, of one rank, over existing groups: torch 2.11 and 2.12 slice only in order."""
     names = (*sharded, "pp")
     ranks = mesh[tuple(sharded)].mesh if len(sharded) > 1 else mesh[sharded[0]].mesh
     groups = [mesh.group(name) for name in names]

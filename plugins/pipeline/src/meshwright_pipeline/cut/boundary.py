@@ -35,7 +35,6 @@ class Dim:
     constant: int = 0
 
     def size(self, batch: int, length: int) -> int:
-        """For a microbatch of `batch` sequences of `length` tokens."""
         return self.constant + self.factor * _measures(batch, length)[self.of]
 
 
@@ -78,33 +77,27 @@ class Crossing:
     dtype: torch.dtype
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:
-        """For a microbatch of `batch` sequences of `length` tokens."""
         return tuple(dim.size(batch, length) for dim in self.dims)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is cut: facts that runs of it have shown.
-
-    Attributes:
-        blocks: names, in the order in which they run.
-        outside: for each module outside of the blocks that has parameters of its own, after how many blocks it runs;
-            nothing for those that do not run.
-        outputs: dims and dtype of what those return that return one tensor.
-        kept: those without a parameter that trains, such as tables of positions; every stage holds them.
-        loose: names of parameters of modules that contain the blocks; the first stage holds them.
-        widths: for each block, the length of the tuple that it returns; None where it returns a tensor.
-        crossings: what crosses the boundary before each block at which the model is cut, by the block's index.
-        in_place: see `Boundary`.
-    """
+    """How a model is cut: facts that runs of it have shown."""
 
     blocks: tuple[str, ...]
+    """In the order in which they run."""
     outside: Mapping[str, frozenset[int]]
+    """For each module outside of the blocks with parameters of its own: after how many blocks it runs, if at all."""
     outputs: Mapping[str, tuple[tuple[Dim, ...], torch.dtype]]
+    """Of those that return one tensor."""
     kept: frozenset[str]
+    """Those without a parameter that trains, such as tables of positions; every stage holds them."""
     loose: tuple[str, ...]
+    """Parameters of modules that contain the blocks; the first stage holds them."""
     widths: Mapping[str, int | None]
+    """For each block, the length of the tuple that it returns; None where it returns a tensor."""
     crossings: Mapping[int, tuple[Crossing, ...]] = field(default_factory=dict)
+    """By the index of the block behind the boundary."""
     in_place: bool = False
 
     def runs_in(self, module: str, stage: range) -> bool:
@@ -115,7 +108,6 @@ class Cut:
         return any(stage.start < each <= stage.stop or each == stage.start == 0 for each in positions)
 
     def boundary(self, stage: range) -> Boundary:
-        """For a stage with these blocks."""
         entering, leaving = self.crossings.get(stage.start, ()), self.crossings.get(stage.stop, ())
         return Boundary(entering, leaving, in_place=self.in_place)
 
@@ -144,7 +136,6 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def found_at(value: Any, path: Path) -> Tensor | None:
-    """The tensor at a place; None if there is none."""
     for _, key in path:
         try:
             value = value[key]
@@ -195,7 +186,6 @@ class Boundary:
         self.early = {each.source: tensor for each, tensor in pairs if isinstance(each.source, str)}
 
     def end(self) -> None:
-        """Hold nothing any more."""
         self.received, self.early = (), {}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -36,9 +36,8 @@ def split_model(
     blocks: Sequence[str],
     runs_in: Callable[[str, range], bool] = lambda module, stage: True,
 ) -> list[range]:
-    """Divide a whole model, which may be on the meta device, as the options say.
-
-    `blocks` are the names of the blocks, in the order in which they run; for `runs_in` see `split_by_names`.
+    """Divide a whole model, which may be on the meta device, as the options say; `blocks` are in the order in which
+    they run.
     """
     if isinstance(config, CountedBlocks):
         return [range(*each) for each in pairwise([0, *accumulate(config.blocks_per_stage)])]
@@ -57,7 +56,6 @@ def split_model(
 
 
 def elements(model: nn.Module, name: str | None) -> int:
-    """Elements of the parameters of a module."""
     return sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) if name else 0
 
 
@@ -70,10 +68,8 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
     """Divide consecutive blocks among stages so that the most expensive stage is as cheap as it can be.
 
     Among such divisions the one with the least sum of squares is taken, which is the most even; among those, the one
-    that gives earlier stages fewer blocks, as they hold more microbatches at once.
-
-    `first` and `last` are what the first stage (the embedding) and the last one (the head) bear besides their blocks,
-    in the unit of `costs`.
+    that gives earlier stages fewer blocks, as they hold more microbatches at once. `first` and `last` are what the ends
+    bear besides their blocks (embedding, head), in the unit of `costs`.
     """
     if not 1 <= stages <= len(costs):
         raise ConfigError(
@@ -127,17 +123,11 @@ def split_by_names(
     holders: Collection[str],
     runs_in: Callable[[str, range], bool] = lambda module, stage: True,
 ) -> list[range]:
-    """The indices of each stage's blocks, where the user has named the modules of each.
+    """The indices of each stage's blocks, where the user has named the modules of each in `parts`.
 
-    A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not
-    at all.
-
-    Args:
-        parts: for each stage, names of modules (`module_fqns_per_model_part`).
-        blocks: names of the blocks, in the order in which they run.
-        modules: names of all modules of the model.
-        holders: those that have parameters of their own.
-        runs_in: whether a stage with these blocks uses a module that is in no block.
+    A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not at
+    all. `holders` are modules with parameters of their own; `runs_in` says whether a stage with these blocks uses a
+    module that is in no block.
     """
     for stage, names in enumerate(parts):
         for name in names:
@@ -184,7 +174,6 @@ def _refused(text: str) -> ConfigError:
 
 
 def _inside(name: str, module: str) -> bool:
-    """Whether a module is another one or in it."""
     return name == module or name.startswith(f"{module}.")
 
 
@@ -202,7 +191,6 @@ class InStages:
     """Of the pipeline."""
 
     def with_blocks(self, blocks: Sequence[int]) -> PipelineConfig:
-        """Options under which stages have so many."""
         values = {name: getattr(self.config, name) for name in PipelineConfig.model_fields}
         values |= {"layers_per_stage": None, "round_virtual_stages_to_pp_multiple": None}
         return CountedBlocks(**values, blocks_per_stage=tuple(blocks))
@@ -219,17 +207,13 @@ class InStages:
         return -(-least // pieces), max(1, step // pieces)
 
     def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return self._schedule(ranks, sequences).placement
 
     def seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
-        """How long a step takes, if messages take no time.
+        """How long a step takes [s], if messages take no time, with the costs of a sequence on each stage, there and
+        back [s].
 
-        Args:
-            costs: of a sequence on each stage, there and back [s].
-            forward: the share of it that does not come in a backward; gradients of weights that come behind it do.
-            ranks: of the pipeline.
-            sequences: of a step, on each data-parallel rank.
+        `forward` is the share that does not come in a backward; gradients of weights that come behind it do.
         """
         schedule = self._schedule(ranks, sequences)
         first = forward / 2 if schedule.splits else forward

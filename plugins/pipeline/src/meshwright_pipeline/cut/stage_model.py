@@ -53,10 +53,7 @@ def own_parameters(parts: Sequence[nn.Module]) -> None:
 
 
 def take_stage(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> None:
-    """Leave of a whole model what the stage with these blocks holds; in place. The stand-ins read the boundary.
-
-    A stage that is not the last then returns what it sends: the tensors of the crossings behind it.
-    """
+    """Leave of a whole model, in place, what the stage holds; one that is not the last then returns what it sends."""
     for name, stand_in in stand_ins(model, cut, stage, boundary).items():
         original = model.get_submodule(name)
         model.set_submodule(name, stand_in)
@@ -91,7 +88,6 @@ def keep_early(model: nn.Module, boundary: Boundary) -> list[Callable[[], None]]
 
 
 def _zero_parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """Put zeros in the place of a parameter, and return it."""
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
     parameter = module.get_parameter(leaf)
@@ -150,8 +146,6 @@ def stand_ins(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> d
 
 
 def until_left(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """A forward that returns what a stage sends."""
-
     @functools.wraps(forward)
     def stage_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         try:

@@ -35,7 +35,6 @@ class Study:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Evaluate, and name the model in what is refused."""
         try:
             with evaluating(self._model):
                 yield

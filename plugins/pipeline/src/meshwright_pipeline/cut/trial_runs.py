@@ -104,7 +104,6 @@ class Trial:
 
     @classmethod
     def of(cls, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> Trial:
-        """A run of a whole model, whose own code may fail."""
         try:
             return cls(model, layout, batch, options)
         except (MeshwrightError, torch.OutOfMemoryError):
@@ -166,9 +165,8 @@ def with_hidden(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
 
 
 def try_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Boundary:
-    """Run the stages of all ranks one after the other on a few tokens, and find what crosses. Collective, once.
-
-    `model` is this rank's stage, and `options` are what its forward is called with besides the batch.
+    """Run this and all other ranks' stages, one after the other, on a few tokens to find what crosses. Collective,
+    once.
     """
     mine, last = mesh.axis_rank("pp"), mesh.degrees.pp - 1
     entering: Shapes = []
@@ -260,7 +258,6 @@ def trial_values(model: nn.Module, weights: Weights | None, device: torch.device
 
 
 def _replace(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
-    """Put other tensors in the places of parameters and buffers, tied ones in all of theirs."""
     parameters, buffers = (named(remove_duplicate=False) for named in (model.named_parameters, model.named_buffers))
     for name, tensor in [*parameters, *buffers]:
         if tensor in others:

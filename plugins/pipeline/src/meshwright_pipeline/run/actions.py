@@ -49,9 +49,8 @@ def run_all(
     train: bool,
     recorder: TimelineRecorder,
 ) -> list[Tensor]:
-    """The losses of the microbatches, on the last stage's rank, in as many runs of the schedule as they make.
-
-    With `train` there is a backward; the times of such a step are recorded where they are asked for.
+    """The losses of the microbatches, on the last stage's rank; with `train` there is a backward, and times where asked
+    for.
     """
     length = orders.run_length(len(batches))
     losses: list[Tensor] = []
@@ -74,7 +73,6 @@ class _Transfer:
     tensors: Tensors
 
     def wait(self) -> Tensors:
-        """The tensors, when they are there."""
         for work in self.works:
             work.wait()
         return self.tensors
@@ -90,7 +88,6 @@ class _Sends:
         self._under_way: dict[int, deque[_Transfer]] = {}
 
     def add(self, peer: int, transfer: _Transfer) -> None:
-        """Keep the tensors of a transfer until it is done."""
         transfers = self._under_way.setdefault(peer, deque())
         transfers.append(transfer)
         # Gloo does not report that a send is done before it is waited for, NCCL does.
@@ -98,7 +95,6 @@ class _Sends:
             transfers.popleft().wait()
 
     def wait(self) -> None:
-        """Wait until all is done."""
         for transfers in self._under_way.values():
             while transfers:
                 transfers.popleft().wait()
@@ -115,10 +111,7 @@ class _InFlight:
 
 
 class Run:
-    """One pass through a schedule.
-
-    `losses` are, by microbatch, what the last stage's forward gave: scalars without a gradient; empty on other ranks.
-    """
+    """One pass through a schedule; `losses` are the last stage's, by microbatch, scalars without a gradient."""
 
     def __init__(
         self, stages: Mapping[int, PipelineStage], mesh: Mesh, *, train: bool, times: ActionTimes | None
@@ -136,9 +129,8 @@ class Run:
         self.losses: dict[int, Tensor] = {}
 
     def __call__(self, order: Sequence[Action | Exchange], batches: Sequence[Batch], *, is_last: bool) -> None:
-        """Run this rank's order for the microbatches on its device, and wait until what it sends has arrived.
-
-        If the run `is_last`, no other adds to the gradients of the step.
+        """Run this rank's order and wait until what it sends has arrived; `is_last`: no other run adds to the
+        gradients.
         """
         self._batches = batches
         backwards = [each for each in order if isinstance(each, Action) and each.kind is not Kind.FORWARD]
@@ -212,7 +204,6 @@ class Run:
             self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
 
     def _starts(self) -> None:
-        """All is there that an action needs."""
         if self._times is not None:
             self._times.start()
 
@@ -229,7 +220,6 @@ class Run:
         return self._gradients.pop((action.stage + 1, action.microbatch))
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Send and receive all of it as one batch."""
         tensors = {
             action: self._leaving(action)
             if _is_send(action)
@@ -252,13 +242,11 @@ class Run:
             self._sends.add(exchange.peer, _Transfer(works, tuple(leaving)))
 
     def _leaving(self, action: Action) -> Tensors:
-        """What an action sends."""
         made = self._outputs if action.kind is Kind.SEND_F else self._gradients
         tensors = made.pop((action.stage, action.microbatch))
         return tuple(t.to(dtype).contiguous() for t, (_, dtype) in zip(tensors, self._kinds(action), strict=True))
 
     def _kinds(self, action: Action) -> Kinds:
-        """Of what an action sends or receives."""
         stage, batch = self._stages[action.stage], self._batches[action.microbatch]
         kinds = stage.leaving(batch) if action.kind in (Kind.SEND_F, Kind.RECV_B) else stage.entering(batch)
         if action.kind in (Kind.SEND_F, Kind.RECV_F):
@@ -271,7 +259,6 @@ def _is_send(action: Action) -> bool:
 
 
 def _floating(tensors: Sequence[Tensor]) -> Tensors:
-    """Those that have gradients."""
     return tuple(tensor for tensor in tensors if tensor.is_floating_point())
 
 
@@ -293,11 +280,9 @@ class ActionTimes:
         """The microbatch of the step that is microbatch 0 of the present run of the schedule."""
 
     def start(self) -> None:
-        """An action starts."""
         self._start = self._now()
 
     def end(self, action: Action) -> None:
-        """It has ended, as far as the host issues it."""
         self._spans.append((action, self.first + action.microbatch, self._start, self._now()))
 
     def read(self) -> list[list[Any]]:

@@ -17,13 +17,7 @@ from ..schedule.order import Action, Exchange, Kind, Schedule, with_communicatio
 
 
 class Orders:
-    """The schedule that the options ask for, seen from one rank; each number of microbatches is worked out once.
-
-    Attributes:
-        placement: the rank along `pp` of each stage.
-        here: numbers of this rank's stages, ascending.
-        splits: whether backwards come in two parts, the gradients of weights last.
-    """
+    """The schedule that the options ask for, seen from one rank; each number of microbatches is worked out once."""
 
     def __init__(self, config: PipelineConfig, *, stages: int, ranks: int, rank: int) -> None:
         self._config, self._stages, self._ranks, self._rank = config, stages, ranks, rank
@@ -48,7 +42,6 @@ class Orders:
         return self._known[microbatches, train]
 
     def schedule(self, microbatches: int) -> Schedule:
-        """Of all ranks, for one run."""
         return schedule_of(self._config, ranks=self._ranks, stages=self._stages, microbatches=microbatches)
 
 
@@ -96,5 +89,4 @@ def filled_up(pieces: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def converted(pieces: Sequence[Batch], convert: Callable[[Batch], Batch]) -> list[Batch]:
-    """All pieces converted; those that are idle stay so."""
     return [Idle(convert(piece)) if isinstance(piece, Idle) else convert(piece) for piece in pieces]

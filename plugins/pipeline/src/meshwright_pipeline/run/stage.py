@@ -72,16 +72,10 @@ class StageRouters:
 
 
 class PipelineStage:
-    """One stage on this rank.
+    """One stage on this rank, with a manager of the inner strategy that has no model yet.
 
-    Args:
-        manager: of the inner strategy, without a model yet.
-        boundary: of the stage's part of the model.
-        is_first: whether it takes tokens, not hidden states.
-        is_last: whether it computes the loss.
-        dtype: of what crosses boundaries, where it is of floating point; None: its own.
-        splits: whether the schedule splits backwards in two.
-        routers: those of the model, where a router loss is added.
+    The first takes tokens, not hidden states, and the last computes the loss. `dtype` is that of what crosses
+    boundaries, where it is of floating point; None: its own.
     """
 
     def __init__(
@@ -120,8 +114,7 @@ class PipelineStage:
             self._notes = self._routers.routers.watch(model)
 
     def begin_step(self, num_tokens: Tensor, *, microbatches: int) -> None:
-        """Take what the losses of a step are divided by: unmasked targets of the global batch, an int64 scalar, and
-        the pipeline's microbatches without idle ones."""
+        """Take the unmasked targets of the global batch, an int64 scalar, and the microbatches without idle ones."""
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
     def minimize(self, tally: Tally | None) -> None:
@@ -132,11 +125,8 @@ class PipelineStage:
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
         """What leaves the stage, or of the last one the microbatch's share of the loss, a scalar.
 
-        Where there is a router loss, its sums are the last of what crosses.
-
-        Args:
-            batch: int64 tensors of (B, S), on this rank's device.
-            received: what crosses the boundary before the stage, of the kinds of `entering`; nothing for the first.
+        `batch` has int64 tensors of (B, S) on this rank's device; `received` is what crosses the boundary before the
+        stage, of the kinds of `entering`. Where there is a router loss, its sums are the last of what crosses.
         """
         routers = self._routers
         if routers is None:
@@ -165,7 +155,6 @@ class PipelineStage:
             self._boundary.end()
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
-        """What the module is called with, and the labels."""
         return batch
 
     def try_out(self, batch: Batch, *, takes_loss: bool) -> None:
@@ -185,7 +174,6 @@ class PipelineStage:
             self.manager.forward.rehearse(batch, self._completed)
 
     def _completed(self, divided: Batch) -> Batch:
-        """What the module is called with in a trial."""
         return divided
 
     @contextmanager
@@ -245,7 +233,6 @@ class PipelineStage:
         return [*self._kinds(self._boundary.entering, batch), *self._sums]
 
     def leaving(self, batch: Batch) -> Kinds:
-        """As `entering`, of the boundary behind the stage."""
         return [*self._kinds(self._boundary.leaving, batch), *self._sums]
 
     @property
@@ -270,7 +257,6 @@ class GivenStage(PipelineStage):
     """A stage that the user has made; see [Note: given stages] in `trial_runs`."""
 
     def parallelize_as_given(self, model: nn.Module, weights: Weights | None) -> None:
-        """Shard the module; see `parallelize`."""
         if self._splits:
             self._store.watch(model)
         self.manager.parallelize_stage(model, weights)
@@ -304,10 +290,7 @@ def check_activations(stages: Mapping[int, PipelineStage], orders: Orders, sched
 def choose_activations(
     stages: Mapping[int, PipelineStage], orders: Orders, pieces: Sequence[Batch], world: World
 ) -> None:
-    """Where there is a budget: choose what the blocks of this rank's stages hold. Collective, once.
-
-    `pieces` are the microbatches of the first step. A budget that cannot be met is refused on all ranks alike.
-    """
+    """Where there is a budget: choose what the blocks hold, by the first step's microbatches. Collective, once."""
     budgeted = _budgeted(stages)
     if not budgeted:
         return

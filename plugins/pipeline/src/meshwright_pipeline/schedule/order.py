@@ -101,10 +101,7 @@ _Done = tuple[Kind, int, int]
 
 
 def check_actions(schedule: Schedule, place: Callable[[int, int], str]) -> None:
-    """Check that each stage computes each microbatch once, forward and backward; not whether the order can run.
-
-    Errors name an action by `place`, of its rank and its index in the rank's order.
-    """
+    """Check that each stage computes each microbatch once, forward and backward; `place` names an action in errors."""
     seen: dict[_Done, str] = {}
     for rank, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
@@ -150,7 +147,6 @@ def _refused(schedule: Schedule, where: str, why: str) -> ConfigError:
 
 
 def _needs(action: Action, stages: int) -> list[_Done]:
-    """What must be done before an action."""
     number = action.microbatch
     if action.kind is Kind.FORWARD:
         return [(Kind.FORWARD, action.stage - 1, number)] if action.stage else []
@@ -210,8 +206,7 @@ def bubble_fraction(schedule: Schedule, *, stage_costs: Sequence[float] | None =
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most (stage, microbatch) at once whose forward is done and whose backward is not; a
-    backward in two parts is done with the second."""
+    """For each rank, the most (stage, microbatch) at once between the end of a forward and the whole backward."""
     peaks = []
     for order in schedule.orders:
         live = peak = 0

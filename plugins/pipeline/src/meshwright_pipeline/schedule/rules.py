@@ -26,10 +26,7 @@ from .order import Action, Kind, Schedule, check_actions, timeline
 def _one_forward_one_backward(
     forwards: Sequence[str], backwards: Sequence[str], *, warmup: int, weights_lag: int | None = None
 ) -> list[str]:
-    """`warmup` forwards, then a forward before each backward while there are any.
-
-    With `weights_lag`, backwards are of inputs only, and each from that one on is followed by the oldest W.
-    """
+    """`warmup` forwards, then one before each backward; with `weights_lag`, from there on, the oldest W after each."""
     order = list(forwards[:warmup])
     coming = iter(forwards[warmup:])
     for index, backward in enumerate(backwards):

@@ -20,14 +20,7 @@ from .names import Names
 
 
 class Copies:
-    """The copies on this rank's stages; see [Note: copies].
-
-    Args:
-        names: of the whole model.
-        managers: of this rank's stages, by their numbers.
-        placement: the rank along `pp` of each stage of the model.
-        mesh: of all ranks.
-    """
+    """The copies on this rank's stages; see [Note: copies]."""
 
     def __init__(
         self, names: Names, managers: Mapping[int, DataParallelManager], placement: Sequence[int], mesh: Mesh
@@ -53,8 +46,7 @@ class Copies:
         return Findings(trained, used)
 
     def frozen(self) -> Iterator[tuple[str, int, int]]:
-        """What this rank's stages freeze now: by its name in the whole model, which of its copies, and how many there
-        are."""
+        """What this rank's stages freeze: its name in the whole model, which of its copies, and how many there are."""
         for index, manager in self._managers.items():
             for name in manager.may_train.frozen():
                 canonical = self._names.canonical[name]
@@ -70,7 +62,6 @@ class Copies:
         return joined_norm(norms, norm_type, self._mesh.group("pp"), self._mesh.device)
 
     def norms_by_part(self) -> dict[str, float]:
-        """See `StrategyManager.gradient_norms`."""
         parts = in_order(self._names.parts.values())
         squares = torch.zeros(len(parts), dtype=torch.float64)
         for index, manager in self._managers.items():

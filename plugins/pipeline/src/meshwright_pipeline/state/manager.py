@@ -189,7 +189,6 @@ class StageOptimizers(Optimizer):
             manager.optimizer_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give each stage those parameters of a group that are its own."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
         known = [{id(parameter) for parameter in manager.trainable()} for manager in self._managers]
@@ -223,6 +222,5 @@ class NoStages(Optimizer):
         """Do nothing."""
 
     def follow(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take the rates of loaded groups."""
         for group in groups[:1]:
             self.param_groups[0].update({key: value for key, value in group.items() if key in ("lr", "initial_lr")})

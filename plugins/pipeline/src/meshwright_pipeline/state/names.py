@@ -30,14 +30,7 @@ T = TypeVar("T")
 
 
 class Names:
-    """Names of a whole model before it is taken apart.
-
-    Attributes:
-        canonical: for each name of a parameter, the first of that parameter.
-        shared: for each trainable parameter that several stages hold, these stages, ascending.
-        parts: for each trainable parameter, the part of the whole model that it is in; see `ModelLayout.part_of`.
-        order: of all names of parameters and persistent buffers in the whole state.
-    """
+    """Names of a whole model before it is taken apart."""
 
     def __init__(
         self,
@@ -47,14 +40,16 @@ class Names:
         order: Sequence[str],
         stage_of: Callable[[str], int],
     ) -> None:
-        self.canonical, self.shared, self.parts, self.order = canonical, shared, parts, order
+        self.canonical, self.parts, self.order = canonical, parts, order
+        """Of each name of a parameter the first; its part, if it trains; names of all persistent tensors, in order."""
+        self.shared = shared
+        """For each trainable parameter that several stages hold, these stages, ascending."""
         self._first: dict[str, int] = {}
         for name in order:
             first = canonical.get(name, name)
             self._first[first] = min(stage_of(name), self._first.get(first, stage_of(name)))
 
     def first_stage(self, name: str) -> int:
-        """The first stage that holds a parameter or persistent buffer."""
         return self._first[self.canonical.get(name, name)]
 
     def local(self, names: Iterable[str]) -> dict[str, str]:
@@ -63,7 +58,6 @@ class Names:
 
     @classmethod
     def of_model(cls, model: nn.Module, layout: ModelLayout, cut: Cut, split: Sequence[range]) -> Names:
-        """Of a model that is to be taken apart."""
         canonical = first_names(model)
         holders: dict[str, set[int]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -194,14 +188,12 @@ def loading_stages(
 
 
 def _part(saved: OptimizerState[TensorKind], manager: DataParallelManager, names: Names) -> OptimizerState[TensorKind]:
-    """What a stage's optimizer has of the whole state, under the stage's names."""
     local = names.local(manager.parameter_names.values())
     groups = local_groups(saved.groups, local)
     return OptimizerState(renamed(saved.tensors, local), renamed(saved.values, local), groups)
 
 
 def _add(found: dict[str, Sharded], name: str, sharded: Sharded) -> None:
-    """A tensor that two stages of this rank have, has the pieces of both."""
     if name in found:
         sharded = Sharded(sharded.shape, sharded.dtype, found[name].pieces + sharded.pieces)
     found[name] = sharded

@@ -24,10 +24,7 @@ Path = tuple[Any, ...]
 def whole_state(
     managers: Mapping[int, DataParallelManager], names: Names, mesh: Mesh, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """See `StrategyManager.state_dict`; on the CPU of the first rank of all, nothing of it elsewhere. Collective.
-
-    `managers` are those of this rank's stages, by their numbers.
-    """
+    """See `StrategyManager.state_dict`; on the CPU of the first rank of all, nothing of it elsewhere. Collective."""
     parts = {index: manager.state_dict(full=True) for index, manager in managers.items()}
     stages: list[dict[str, Any]] = []
     # The whole state of a stage lies on the first of its ranks.
@@ -93,7 +90,6 @@ def _join(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
 
 
 def _check(model: Mapping[str, Any], names: Names) -> None:
-    """Refuse a whole state with what the model does not have."""
     unknown = sorted(set(model) - set(names.order))
     if unknown:
         raise StrategyError(
@@ -132,10 +128,7 @@ class _Gap:
 
 
 def gathered(state: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """The states of all ranks of a group, on the CPU of its first rank; nothing elsewhere. Collective.
-
-    A state is made of mappings, lists and tuples of tensors, of any shapes and dtypes, and plain values.
-    """
+    """The states of all ranks, mappings and lists of tensors and plain values, on the first one's CPU. Collective."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     outlines: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(_mapped(state, _gap), outlines, group=group, group_dst=0)
@@ -155,10 +148,7 @@ def gathered(state: Any, group: dist.ProcessGroup, device: torch.device) -> list
 
 
 def broadcast(state: Any, group: dist.ProcessGroup, device: torch.device, *, wanted: Callable[[Path], bool]) -> Any:
-    """The state of the first rank of a group, on the CPU of all; None for unwanted tensors. Collective.
-
-    `wanted` says of a path whether this rank keeps the tensor there.
-    """
+    """The first rank's state, on the CPU of all; None for tensors at paths that are not `wanted` here. Collective."""
     is_first = dist.get_rank(group) == 0
     box = [_mapped(state, _gap) if is_first else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
