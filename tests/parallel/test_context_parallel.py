@@ -175,8 +175,8 @@ KINDS = ["documents", "one document", "shared positions", "padded", "padded, wit
 @pytest.mark.parametrize(
     ("model_type", "kind", "config"),
     [
-        ("llama", "documents", {}),
-        ("llama", "padded", ULYSSES),
+        ("llama", "documents", ULYSSES),
+        ("llama", "padded", {}),
         *(pytest.param("gpt2", kind, [{}, ULYSSES][index % 2], marks=SLOW) for index, kind in enumerate(KINDS)),
         pytest.param("gemma2", "documents", ULYSSES, marks=SLOW),
         *(

@@ -70,7 +70,10 @@ LAYOUTS: list[tuple[int, dict[str, Any], Case]] = [
 @pytest.mark.parametrize(
     ("ranks", "config", "case"),
     [
-        (2, {**SMALL, "average_in_collective": True, "delay_wgrad_compute": True}, ROUTED["ranks"]),
+        pytest.param(
+            *(2, {**SMALL, "average_in_collective": True, "delay_wgrad_compute": True}, ROUTED["ranks"]),
+            id="bucketed-two-ranks",
+        ),
         *(pytest.param(*each, marks=slow) for each in LAYOUTS),
         *(
             pytest.param(ranks, {**config, "average_in_collective": average}, BASE, marks=pytest.mark.zoo)

@@ -71,7 +71,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, int], Case]] = [
     ("ranks", "config", "sizes", "case"),
     [
         # Two branches of one shape: torch by itself adds up the gradients of one and the other, in silence.
-        (2, {"reduce_dtype": "float64"}, {}, ROUTED["ranks"]),
+        pytest.param(2, {"reduce_dtype": "float64"}, {}, ROUTED["ranks"], id="branches-of-one-shape"),
         *(pytest.param(*each, marks=slow) for each in LAYOUTS),
     ],
     ids=str,

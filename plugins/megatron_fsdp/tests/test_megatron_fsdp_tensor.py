@@ -80,7 +80,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], Case]] = [
 @pytest.mark.parametrize(
     ("ranks", "sizes", "config", "case"),
     [
-        (2, TP2, SP | {"activation_checkpointing": "full"}, HARD),
+        pytest.param(2, TP2, SP | {"activation_checkpointing": "full"}, HARD, id="positions-divided"),
         pytest.param(2, {"cp_size": 2}, {"zero_dp_strategy": 2, "average_in_collective": True}, HARD, marks=slow),
         pytest.param(2, TP2, {}, Case(norm_type=1.0, max_norm=5.0), marks=slow),
         *(pytest.param(4, *each, marks=slow) for each in LAYOUTS),
