@@ -26,13 +26,10 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from meshwright.base.validation import validated
-from meshwright_plan.config import PlanConfig
-from meshwright_plan.device import find_device
+from meshwright_plan.config import PlanConfig, find_device
 from meshwright_plan.fleet.advice import ASSUMED_DETECTION_S, SHARE_OF_LINK, copied, costs
-from meshwright_plan.fleet.fleet import HOUR, Copies, Fleet, Saves, best_every, daly, goodput
-from meshwright_plan.fleet.simulation import DAY, simulate
-from meshwright_plan.job import job_of
-from meshwright_plan.planned import plan
+from meshwright_plan.fleet.fleet import DAY, HOUR, Copies, Fleet, Saves, best_every, daly, goodput, simulate
+from meshwright_plan.planned import job_of, plan
 from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ from meshwright.strategy.stack import resolve
 from meshwright.testing.pool import pool
 from meshwright_plan.calibration.calibrate import calibrate
 from meshwright_plan.calibration.measure import Effort
-from meshwright_plan.device import Device
+from meshwright_plan.config import Device
 from meshwright_plan.planned import trace_rank
 from meshwright_plan.time import play, stage_ranks
 from meshwright_plan.trace import Job

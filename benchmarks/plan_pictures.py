@@ -12,12 +12,11 @@ from typing import Any
 import yaml
 
 from meshwright.mesh.sizes import Degrees
-from meshwright_plan.command import load_job
-from meshwright_plan.device import find_device
-from meshwright_plan.job import job_of
+from meshwright_plan.config import find_device
 from meshwright_plan.pictures.pngs import write_pngs
 from meshwright_plan.pictures.shown import Shown, shown
-from meshwright_plan.planned import plan
+from meshwright_plan.planned import job_of, plan
+from meshwright_plan.plugin import load_job
 
 DOCS = Path(__file__).parents[1] / "docs"
 LLAMA_8B: dict[str, Any] = {

@@ -29,7 +29,7 @@ from published_code import running
 from published_jobs import DEVICES, blocks, is_automodel, is_megatron, job_of, left_out, traced_depths, vocabulary
 
 from meshwright_plan.allocator import reserved
-from meshwright_plan.device import Device, find_device
+from meshwright_plan.config import Device, find_device
 from meshwright_plan.planned import plan as plan_of
 from meshwright_plan.planned import trace_rank
 from meshwright_plan.time import play, stage_ranks

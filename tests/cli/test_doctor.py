@@ -19,12 +19,22 @@ from meshwright.cli.main import app
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import Registry
 from meshwright.testing import pool
-from meshwright_diagnose.doctor import command as doctor_command
-from meshwright_diagnose.doctor import directory, examine, together
-from meshwright_diagnose.doctor.directory import directory_findings
-from meshwright_diagnose.doctor.finding import Finding, as_lines, exit_code, failed
-from meshwright_diagnose.doctor.machine import clock_findings, limit_findings
-from meshwright_diagnose.doctor.software import plugin_findings, setting_findings, version_findings
+from meshwright_diagnose import plugin as doctor_command
+from meshwright_diagnose.doctor import checks as directory
+from meshwright_diagnose.doctor import examine
+from meshwright_diagnose.doctor import examine as together
+from meshwright_diagnose.doctor.checks import (
+    Finding,
+    as_lines,
+    clock_findings,
+    directory_findings,
+    exit_code,
+    failed,
+    limit_findings,
+    plugin_findings,
+    setting_findings,
+    version_findings,
+)
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -22,15 +22,8 @@ def train() -> list[float]:
         mesh = mw.Mesh(degrees, world)
         manager = stack.build(mesh)
         torch.manual_seed(0)
-        config = AutoConfig.for_model(
-            "llama",
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = AutoConfig.for_model("llama", vocab_size=VOCABULARY, num_key_value_heads=1, **sizes)
         manager.parallelize(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
         manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-2)))
         losses = []

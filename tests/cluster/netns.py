@@ -14,20 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
 
-CARD = "mw0"
-"""The name of the network card in each node."""
+CARD = "mw0"  # The name of the network card in each node
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of them.
-
-    Attributes:
-        name: of the namespace.
-        address: IPv4.
-        switch: the namespace of the switch.
-        port: there.
-    """
+    """A node, by the namespaces of itself and of its `switch`, its IPv4 `address`, and its `port` there."""
 
     name: str
     address: str
@@ -35,11 +27,9 @@ class Node:
     port: str
 
     def command(self, *command: str) -> list[str]:
-        """What runs `command` in this node."""
         return ["ip", "netns", "exec", self.name, *command]
 
     def pids(self) -> list[int]:
-        """Of the processes that run in it."""
         inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
         return [int(each) for each in inside.stdout.split()]
 

@@ -19,8 +19,7 @@ def work(config: dict[str, Any]) -> None:
     import torch.distributed as dist
     from ray.train import get_context
 
-    had_group = dist.is_initialized()
-    found = {"losses": [format(loss, ".17g") for loss in loop.train()], "had_group": had_group}
+    found = {"losses": [format(loss, ".17g") for loss in loop.train()], "had_group": dist.is_initialized()}
     Path(config["directory"], f"{get_context().get_world_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

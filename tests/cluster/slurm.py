@@ -33,15 +33,7 @@ def _found(name: str) -> str | None:
 
 
 class Cluster:
-    """One machine, with partitions `low` and `high`, of which the second takes what it needs from the first.
-
-    A context manager.
-
-    Args:
-        directory: for all that belongs to it; short, since sockets have short names.
-        cpus: that it is to have, whatever the machine has.
-        grace_s: between the signal to a job that is pre-empted and its end.
-    """
+    """A machine in a short `directory` of its own, whose partition `high` takes what it needs from `low`."""
 
     def __init__(self, directory: Path, *, cpus: int = 2, grace_s: int = 60) -> None:
         self.directory, self._cpus, self._grace_s = directory, cpus, grace_s
@@ -74,8 +66,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         if len(self._processes) > 1:
-            # What still runs would outlive slurmd.
-            self.run("scancel", "--partition=low,high", check=False)
+            self.run("scancel", "--partition=low,high", check=False)  # what still runs would outlive slurmd
             self.run("scancel", "--full", "--signal=KILL", "--partition=low,high", check=False)
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
@@ -86,19 +77,12 @@ class Cluster:
                 process.wait()
 
     def run(self, program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(_found(program)), *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        words = [str(_found(program)), *arguments]
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0 or not check, f"{program} {arguments}: {done.stdout}{done.stderr}{self.logs()}"
         return done
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job."""
         told = self.run("scontrol", "--oneliner", "show", "job", number).stdout
         return dict(each.partition("=")[::2] for each in told.split() if "=" in each)
 

@@ -17,19 +17,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LOOP = str(HERE / "loop.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-TIMEOUT_S = 300.0
-"""Generous: a rank imports torch and transformers for itself, on a machine that others may be using."""
+TIMEOUT_S = 300.0  # Generous: a rank imports torch and transformers for itself, on a machine that others may be using
 
-PATIENCE_S = 30.0
-"""From the first failure on, so that the others can say what they have to say."""
+PATIENCE_S = 30.0  # From the first failure on, so that the others can say what they have to say
 
 _OF_LAUNCHERS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|MPI_|PET_|JOB_COMPLETION_INDEX|RAY_)"
 )
 _LINE = re.compile(r"ranks (\d+) (\d+) (\d+) (\d+) losses((?: [\d.e+-]+)+)")
 
-Found = dict[int, tuple[str, ...]]
-"""The losses of each rank, as printed."""
+Found = dict[int, tuple[str, ...]]  # The losses of each rank, as printed
 
 
 def clean(**variables: str) -> dict[str, str]:
@@ -39,10 +36,7 @@ def clean(**variables: str) -> dict[str, str]:
 
 
 def run(*started: tuple[Sequence[str], Mapping[str, str]]) -> list[tuple[int, str]]:
-    """Run commands side by side, each with its environment; exit codes and what was written, errors too.
-
-    A while after one has failed the others are killed, and after TIMEOUT_S all of them; none outlives the call.
-    """
+    """Run commands side by side until a while after one has failed; return exit codes and outputs."""
     texts = [tempfile.TemporaryFile("w+") for _ in started]  # noqa: SIM115
     processes = [
         subprocess.Popen(command, env=environment, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)

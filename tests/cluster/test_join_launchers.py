@@ -18,8 +18,7 @@ from cluster.starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses
 
 PYTHON = sys.executable
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
-HALVES = {0: (0, 2), 1: (1, 2), 2: (0, 2), 3: (1, 2)}
-"""Four ranks on two nodes."""
+HALVES = {0: (0, 2), 1: (1, 2), 2: (0, 2), 3: (1, 2)}  # Four ranks on two nodes
 
 
 def _of_open_mpi() -> str:
@@ -35,7 +34,6 @@ needs_open_mpi = pytest.mark.skipif(bool(_of_open_mpi()), reason=_of_open_mpi() 
 
 @pytest.fixture(scope="module")
 def expected() -> Found:
-    """What torchrun's ranks print."""
     outcome = run(((*TORCHRUN, "--standalone", "--nproc-per-node", "4", LOOP), clean()))
     return losses(*outcome)
 
@@ -51,8 +49,7 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
 @pytest.mark.slow
 def test_losses_are_those_of_our_own_launcher(expected: Found) -> None:
     assert losses(*run(((PYTHON, str(HERE / "on_own_launcher.py")), clean()))) == expected
-    assert len(expected) == 4
-    assert len(set(expected[0])) == 4
+    assert (len(expected), len(set(expected[0]))) == (4, 4)
 
 
 @needs_open_mpi
@@ -76,15 +73,12 @@ def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: Fo
         for index in range(4)
     ]
     found = run(*[((PYTHON, LOOP), pod) for pod in pods])
-    assert losses(*found) == expected
-    assert places(*found) == dict.fromkeys(range(4), (0, 1))
+    assert (losses(*found), places(*found)) == (expected, dict.fromkeys(range(4), (0, 1)))
 
 
 @pytest.mark.parametrize("told_by", [pytest.param("arguments", marks=pytest.mark.zoo), "environment"])
 @pytest.mark.slow
-def test_losses_are_those_of_two_nodes_under_torchrun(
-    expected: Found, nodes: tuple[netns.Node, ...], told_by: str
-) -> None:
+def test_losses_are_those_of_two_nodes_under_torchrun(expected, nodes, told_by):
     """By its arguments, or in pods, with the variables that Kubeflow's Trainer sets beside those of an indexed Job."""
     started = []
     for index, node in enumerate(nodes):
@@ -104,26 +98,20 @@ def test_losses_are_those_of_two_nodes_under_torchrun(
             environment |= {f"PET_{name.upper()}": value for name, value in settings.items()}
         started.append((node.command(*command), {**environment, "GLOO_SOCKET_IFNAME": netns.CARD}))
     found = run(*started)
-    assert losses(*found) == expected
-    assert places(*found) == HALVES
+    assert (losses(*found), places(*found)) == (expected, HALVES)
 
 
 @needs_open_mpi
 @pytest.mark.zoo
-def test_losses_are_those_of_two_nodes_under_open_mpi(
-    expected: Found, nodes: tuple[netns.Node, ...], tmp_path: Path
-) -> None:
+def test_losses_are_those_of_two_nodes_under_open_mpi(expected, nodes, tmp_path):
     command = _mpirun_over(nodes, tmp_path, f"{nodes[0].address}:2,{nodes[1].address}:2")
     found = run((nodes[0].command(*command, "-np", "4", PYTHON, LOOP), clean(GLOO_SOCKET_IFNAME=netns.CARD)))
-    assert losses(*found) == expected
-    assert places(*found) == HALVES
+    assert (losses(*found), places(*found)) == (expected, HALVES)
 
 
 @needs_open_mpi
 @pytest.mark.zoo
-def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(
-    nodes: tuple[netns.Node, ...], tmp_path: Path
-) -> None:
+def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(nodes, tmp_path):
     command = _mpirun_over(nodes, tmp_path, f"{nodes[1].address}:1,{nodes[0].address}:1")
     placed = ("-np", "2", "--rankfile", str(tmp_path / "ranks"))
     (tmp_path / "ranks").write_text(f"rank 0={nodes[1].address} slot=0\nrank 1={nodes[0].address} slot=0\n")
@@ -165,8 +153,7 @@ def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path:
         assert code == 0, text[-6000:]
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         found.append([json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)])
-    assert found[0] == found[1]
-    assert len(found[0]) == 2
+    assert (found[0], len(found[0])) == (found[1], 2)
 
 
 @needs_open_mpi
@@ -176,9 +163,8 @@ def test_a_contradiction_under_open_mpi_ends_at_once_with_the_exit_code_of_wrong
     wrong = ("-x", "RANK=0", "-x", "WORLD_SIZE=2")
     ((code, text),) = run(((*MPIRUN, *wrong, "-np", "4", PYTHON, "-m", "meshwright", "train", "none.yaml"), clean()))
     assert code == 2, text
-    assert "RANK=0 and WORLD_SIZE=2" in text
-    assert "OMPI_COMM_WORLD_SIZE=4 (Open MPI)" in text
-    assert "Unset RANK and WORLD_SIZE" in text
+    for each in ("RANK=0 and WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=4 (Open MPI)", "Unset RANK and WORLD_SIZE"):
+        assert each in text
     assert time.monotonic() - before_s < 60
 
 

@@ -44,7 +44,6 @@ def _driver(run: Run) -> Path:
 
 
 def _workers() -> Iterator[int]:
-    """Processes in which Ray runs ranks."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
@@ -74,6 +73,5 @@ def test_ray_trains_the_same_numbers(whole: Run, killed: bool) -> None:
     finally:
         process.terminate()
         process.wait(60)
-    assert ("going on from" in log.read_text()) == killed
-    assert run.numbers() == whole.numbers()
+    assert ("going on from" in log.read_text(), run.numbers()) == (killed, whole.numbers())
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")

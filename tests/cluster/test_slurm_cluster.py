@@ -51,19 +51,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _submitted(cluster: Cluster, run: Run) -> str:
-    """The number of a job that trains a run."""
     environment = {name: value for name, value in cluster.environment.items() if name not in LAUNCHER_VARIABLES}
     out = run.directory.with_name(f"{run.directory.name}-job")
     arguments = ("launch", str(run.file), "--to", "slurm", "--submit", "--out", str(out))
-    done = subprocess.run(
-        [sys.executable, "-m", "meshwright", *arguments],
-        env=environment,
-        cwd=run.file.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words, place = [sys.executable, "-m", "meshwright", *arguments], run.file.parent
+    done = subprocess.run(words, env=environment, cwd=place, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "1 x 2 ranks: fsdp2 on dp_shard=2" in done.stdout
     (number,) = re.findall(r"Submitted batch job (\d+)", done.stdout)
@@ -97,9 +89,7 @@ def _saved(run: Run) -> list[int]:
     return [int(step) for step in said]
 
 
-def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_was_not(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_was_not(cluster, tmp_path):
     whole, run = (make_run(tmp_path, name, LAYOUT) for name in ("whole", "queued"))
     finish("train", str(whole.file))
     number = _submitted(cluster, run)
@@ -124,8 +114,7 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
 
 
 def test_a_job_of_which_a_rank_fails_while_another_begins_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
-    # Rank 1 takes its time to import.
-    python = tmp_path / "python"
+    python = tmp_path / "python"  # rank 1 takes its time to import
     python.write_text('#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] && exit 2\nexec sleep 100\n')
     python.chmod(0o755)
     launch = {**LAYOUT["launch"], "python": str(python)}

@@ -16,7 +16,7 @@ from support.replays import copied, performing, run_file, trained
 
 from meshwright.base.errors import ConfigError
 from meshwright_diagnose.replay.diff import Diff, Parted, Step, course_of, diff
-from meshwright_diagnose.replay.record import Recorded
+from meshwright_diagnose.replay.order import Recorded
 from meshwright_diagnose.replay.render import compared
 from meshwright_diagnose.replay.tensors import apart
 
@@ -46,7 +46,6 @@ def told(found: Diff) -> str:
 
 
 def of(one: Path, other: Path, fault: str = "none", **options: Any) -> tuple[Diff, Parted | None, Step]:
-    """The difference, what parts first, and the step that was done again."""
     found = diff(one, other, perform=performing(fault), **options)
     assert found.replayed is not None, found.why_not
     return found, found.parted, found.replayed
@@ -69,16 +68,13 @@ def test_a_run_and_its_copy_are_the_same_bit_for_bit(plain: Path, tmp_path: Path
     [({"strategy": "ddp"}, False), ({"pp_size": 2}, False), ({"nproc": 4, "tp_size": 2}, True)],
     ids=["ddp", "pipeline", "tensor parallelism"],
 )
-def test_layouts_agree_to_rounding_and_so_do_all_tensors_and_modules(
-    plain: Path, workplace: Path, layout: dict[str, Any], float64: bool
-) -> None:
+def test_layouts_agree_to_rounding_and_so_do_all_tensors_and_modules(plain, workplace, layout, float64):
     other = _trained(workplace, f"as {list(layout)[-1]}", **layout)
     found, _, step = of(plain, other, step=4, float64=float64)
     assert found.exit_code == 0, told(found)
     assert found.settings == ()
     assert {name for name, *_ in found.layout} == set(layout)
     assert step.same_rows
-    assert step.outputs is not None
     assert step.outputs.count > 15
     assert step.gradients.count == 21
     assert step.tolerance == (1e-9 if float64 else 1e-4)
@@ -91,7 +87,6 @@ def test_layouts_that_draw_other_numbers_for_dropout_agree_without_it(workplace:
     options: dict[str, Any] = {"model": {"attention_dropout": 0.2}, "strategy": "ddp"}
     one, other = (_trained(workplace, f"dropout {nproc}", nproc=nproc, **options) for nproc in (2, 4))
     found, parted, step = of(one, other)
-    assert parted is not None
     assert (parted.name, parted.step, parted.is_jump) == ("loss", 1, True)
     assert step.is_same
     assert "what parted the runs is dropout" in told(found)
@@ -101,14 +96,11 @@ def test_layouts_that_draw_other_numbers_for_dropout_agree_without_it(workplace:
 
 
 @pytest.mark.slow
-def test_the_rate_that_a_resumed_run_has_frozen_is_named_with_its_step_and_the_resume(
-    plain: Path, workplace: Path
-) -> None:
+def test_the_rate_that_a_resumed_run_has_frozen_is_named_with_its_step_and_the_resume(plain, workplace):
     path = run_file(workplace, "frozen", nproc=2, model={"attention_dropout": 0.0})
     trained(path, kill_after=5)
     frozen = trained(path, fault="rates freeze")
     found, parted, _ = of(plain, frozen)
-    assert parted is not None
     # The rate of step 5 is the one that it had reached; that of step 6 should be lower.
     assert (parted.name, parted.step) == ("learning_rate", 6)
     assert parted.one is not None
@@ -125,7 +117,6 @@ def test_the_rate_that_a_resumed_run_has_frozen_is_named_with_its_step_and_the_r
 @pytest.mark.slow
 def test_another_rate_is_named_before_what_follows_from_it(plain: Path, workplace: Path) -> None:
     found, parted, step = of(plain, _trained(workplace, "rate", optimizer={"lr": 0.01}))
-    assert parted is not None
     assert (parted.name, parted.step) == ("learning_rate", 2)
     assert {each.name for each in found.course.parted[1:]} >= {"loss", "grad_norm"}
     assert [name for name, *_ in found.settings] == ["optimizer.lr"]
@@ -137,7 +128,6 @@ def test_another_rate_is_named_before_what_follows_from_it(plain: Path, workplac
 @pytest.mark.slow
 def test_other_data_are_reported_by_the_rows_of_the_step(plain: Path, workplace: Path) -> None:
     found, parted, step = of(plain, _trained(workplace, "seed", data={"seq_len": 12}), step=1)
-    assert parted is not None
     assert parted.name == "num_tokens"
     assert not step.same_rows
     assert "The two steps had other data" in told(found)
@@ -148,11 +138,8 @@ def test_gradients_that_are_scaled_otherwise_in_one_layout_are_named(workplace: 
     ddp = _trained(workplace, "sound", strategy="ddp")
     wrong = _trained(workplace, "scaled", "gradients are halved")
     found, parted, step = of(ddp, wrong, "gradients are halved")
-    assert parted is not None
     assert (parted.name, parted.step, parted.is_jump) == ("grad_norm", 1, True)
-    assert step.outputs is not None
     assert (step.before.first, step.outputs.first) == (None, None)
-    assert step.gradients.first is not None
     assert step.gradients.first.name == "model.layers.1.mlp.up_proj.weight"
     assert math.isclose(step.gradients.first.relative, 0.5, rel_tol=1e-5)
     assert step.gradients.beyond == 1
@@ -164,10 +151,7 @@ def test_the_first_module_that_computes_otherwise_is_named(plain: Path, workplac
     wrong = _trained(workplace, "activations", "activations are more")
     performs = performing(), performing("activations are more")
     found = diff(plain, wrong, perform=lambda order: performs["other" in str(order.out)](order))
-    assert found.replayed is not None
-    assert found.replayed.outputs is not None
     first = found.replayed.outputs.first
-    assert first is not None
     assert first.name == "model.layers.0.mlp"
     assert first.relative > 0.1
     assert "model.layers.0.mlp is the first to compute otherwise" in told(found)
@@ -196,16 +180,13 @@ def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) ->
         return course.parted[0] if course.parted else None
 
     grown, jumped = parted(grows, "grows"), parted(jumps, "jumps")
-    assert grown is not None
     assert (grown.is_jump, grown.first) == (False, 1)
     assert grown.step > 10
-    assert jumped is not None
     assert (jumped.is_jump, jumped.step, jumped.first) == (True, 4, 2)
     assert parted([1.0, 1 + 1e-7], "same") is None
     # With a tolerance, no jump within it is reported.
     assert parted(jumps[:-1], "within", rtol=1e-4) is None
     sooner = parted(grows, "sooner", rtol=1e-6)
-    assert sooner is not None
     assert sooner.step < grown.step
     text = told(diff(tmp_path / "grows" / "one", tmp_path / "grows" / "other", replays=False))
     assert "It is rounding that has grown: apart since step 1" in text
@@ -218,8 +199,7 @@ def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) ->
 def test_tensors_are_apart_by_their_scale_and_never_by_what_is_equal() -> None:
     one = torch.tensor([1.0, -4.0, math.nan, math.inf])
     found = apart("x", one, torch.tensor([1.5, -4.0, math.nan, math.inf]))
-    assert found.absolute == 0.5
-    assert apart("x", one, one.clone()).relative == 0
+    assert (found.absolute, apart("x", one, one.clone()).relative) == (0.5, 0)
     assert apart("x", torch.tensor([1.0]), torch.tensor([math.nan])).relative > 1
     assert apart("x", torch.zeros(2), torch.zeros(3)).why == "shape (2,) against (3,)"
 

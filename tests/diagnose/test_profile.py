@@ -111,20 +111,15 @@ def test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs(
 
 
 def test_without_messages_nothing_is_exposed() -> None:
-    assert exposed_communication([_operator("aten::mm", 0, 1)]) == 0
-    assert exposed_communication([]) == 0
+    assert (exposed_communication([_operator("aten::mm", 0, 1)]), exposed_communication([])) == (0, 0)
 
 
 # -- summaries
 
 
 def test_time_within_is_not_counted_twice() -> None:
-    outer, first, inner, second = (
-        _operator("a", 0, 10),
-        _operator("b", 1, 4),
-        _operator("c", 2, 3),
-        _operator("b", 5, 9),
-    )
+    outer, first = _operator("a", 0, 10), _operator("b", 1, 4)
+    inner, second = _operator("c", 2, 3), _operator("b", 5, 9)
     other = _operator("a", 2, 3, GLOO)
     found = {id(span): seconds for span, seconds in own_seconds([second, inner, other, outer, first])}
     assert [found[id(each)] for each in (outer, first, inner, second, other)] == [3, 2, 1, 4, 1]
@@ -180,8 +175,7 @@ def test_a_window_is_divided_among_computing_exposed_communication_and_the_host(
     found = summarized(read_trace(_trace_file(tmp_path / "rank-00000.json.gz", TWO_STEPS, run="a run")))
     assert (found.steps, found.count, found.about["run"]) == ([4, 5], 2, "a run")
     seconds = (found.seconds, found.computing_seconds, found.exposed_seconds, found.host_seconds)
-    assert seconds == pytest.approx((20, 9, 3, 8))
-    assert found.communication_seconds == pytest.approx(5)
+    assert (seconds, found.communication_seconds) == (pytest.approx((20, 9, 3, 8)), pytest.approx(5))
     parts = {
         row.name: (row.calls, row.seconds, row.computing_seconds, row.exposed_seconds, row.host_seconds)
         for row in found.parts
@@ -215,8 +209,7 @@ def test_kernels_are_those_of_the_operators_that_have_launched_them(tmp_path: Pa
     assert times["aten::addmm"] == pytest.approx((0.5, 2))
     assert found.is_on_device
     (row,) = found.communication
-    assert (row.name, row.bytes) == ("nccl:AllGather", 200)
-    assert found.exposed_seconds == pytest.approx(2)
+    assert (row.name, row.bytes, found.exposed_seconds) == ("nccl:AllGather", 200, pytest.approx(2))
 
 
 def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -> None:
@@ -232,7 +225,6 @@ def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -
     memory = [(2, 100, 100), (4.5, 50, 150), (5.5, -100, 50), (7, 10, 60)]
     trace = read_trace(_trace_file(tmp_path / "rank-00000.json.gz", spans, memory))
     peak = summarized(trace).memory
-    assert peak is not None
     assert (peak.bytes, peak.part, peak.operator) == (150, "forward_backward", "aten::add")
     # What was held when a part began counts.
     assert peak.parts == {"forward_backward": 150, "optimizer": 150}
@@ -242,8 +234,7 @@ def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -
 
 
 def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
-    trace = read_trace(_trace_file(tmp_path / "t.json.gz", TWO_STEPS, [(1, 5, 5)], run="x"))
-    found = summarized(trace)
+    found = summarized(read_trace(_trace_file(tmp_path / "t.json.gz", TWO_STEPS, [(1, 5, 5)], run="x")))
     assert from_values(json.loads(json.dumps(as_values(found))), Path("summary.json")) == found
 
 

@@ -51,27 +51,16 @@ def _names(directory: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
-    _, error, code = place.run(
-        ranks=2,
-        strategy="fsdp2",
-        steps=4,
-        eval={"every": 2, "sequences": 2},
-        profile={"steps": [2, 3], "ranks": [1], "memory": True},
-    )
+    asked = {"steps": [2, 3], "ranks": [1], "memory": True}
+    more = {"eval": {"every": 2, "sequences": 2}, "profile": asked}
+    _, error, code = place.run(ranks=2, strategy="fsdp2", steps=4, **more)
     assert code == 0, error
     assert _names(place.out) == ["rank-00001-memory.json", "rank-00001.json.gz", "summary.json", "summary.txt"]
     path = place.out / "profile" / "rank-00001.json.gz"
     with gzip.open(path, "rt") as file:
         about = json.load(file)["meshwright"]
-    assert about == {
-        "run": "out",
-        "strategy": "fsdp2",
-        "mesh": "dp_shard=2",
-        "world_size": 2,
-        "rank": 1,
-        "window": [2, 3],
-        "last_step": 3,
-    }
+    ranks = {"world_size": 2, "rank": 1, "window": [2, 3], "last_step": 3}
+    assert about == {"run": "out", "strategy": "fsdp2", "mesh": "dp_shard=2", **ranks}
     spans = read_trace(path).spans
     assert all("Input Dims" in each.details for each in spans if each.name == "aten::mm")
     assert "python_function" not in {each.kind for each in spans}
@@ -98,7 +87,6 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
     )
     memory = json.loads((place.out / "profile" / "rank-00001-memory.json").read_text())
     assert memory["peak_bytes"] == max(memory["bytes"]) > 0
-    assert summary.memory is not None
     assert summary.memory.part == "forward_backward"
 
 
@@ -110,8 +98,7 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
     first = place.out / "profile" / "rank-00000-steps-1-2.json.gz"
     assert load_summary(first).steps == [1, 2]
     before = first.read_bytes()
-    # It goes on after step 4.
-    output = place.runs(profile=asked)
+    output = place.runs(profile=asked)  # it goes on after step 4
     assert _names(place.out) == [
         "rank-00000-steps-1-2.json.gz",
         "rank-00000-steps-4-6.json.gz",
@@ -133,8 +120,7 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
 @pytest.mark.slow
 def test_options_of_a_profile_act(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
-    asked = {"steps": [1, 1], "record_shapes": False, "with_stack": True}
-    place.runs(steps=1, profile=asked)
+    place.runs(steps=1, profile={"steps": [1, 1], "record_shapes": False, "with_stack": True})
     spans = read_trace(place.out / "profile" / "rank-00000.json.gz").spans
     assert not any("Input Dims" in each.details for each in spans)
     assert "python_function" in {each.kind for each in spans}
@@ -220,8 +206,7 @@ def test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps(
     exposed = {each.step: each.times[name] for each in results if name in each.times}
     assert list(exposed) == [4, 7]
     # A profiler ran in these steps alone, in which the next one's data are drawn.
-    assert profiled == [4, 7]
-    assert of_other == []
+    assert (profiled, of_other) == ([4, 7], [])
     assert not any(name in each.times for each in others)
     for step, seconds in exposed.items():
         assert 0.15 < seconds <= results[step - 1].seconds
@@ -278,9 +263,7 @@ def test_each_rank_that_a_fault_ends_leaves_its_last_collectives_and_stacks(tmp_
 # -- private names
 
 
-def test_canary_the_profiler_and_the_flight_recorder_have_the_names_that_are_used(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_canary_the_profiler_and_the_flight_recorder_have_the_names_that_are_used(monkeypatch, capfd):
     monkeypatch.setenv("KINETO_LOG_LEVEL", "3")
     quieten_kineto()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -15,8 +15,8 @@ from support.replays import STEPS, again, copied, run_file, trained
 
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.events.step import StepResult
+from meshwright_diagnose.replay.order import Beginning, Recorded
 from meshwright_diagnose.replay.peers import GRADIENT, OUTPUT, Work, judged
-from meshwright_diagnose.replay.record import Beginning, Recorded
 from meshwright_diagnose.replay.start import replay
 from meshwright_run.preflight import data_and_model_config
 from meshwright_run.report import as_record
@@ -51,7 +51,6 @@ def test_a_step_comes_to_the_same_bits_on_healthy_ranks_and_the_run_stays_as_it_
         assert {each.name for each in found.values} == {"num_tokens", "learning_rate", "loss", "grad_norm"}
         assert all(each.is_same for each in found.values), found.values
         assert found.exit_code == 0
-    assert found.shares is not None
     assert (found.shares["suspects"], found.shares["shares"], found.shares["unsteady"]) == ([], {}, [])
     # 21 parameters, and the outputs of all modules but the head.
     assert found.shares["compared"] >= 21 + 21
@@ -64,8 +63,7 @@ def test_other_numbers_than_were_written_are_reported(plain: Path, tmp_path: Pat
     lines[4]["loss"] += 1e-6
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = again(directory, 5)
-    assert [each.name for each in found.values if not each.is_same] == ["loss"]
-    assert found.exit_code == 1
+    assert ([each.name for each in found.values if not each.is_same], found.exit_code) == (["loss"], 1)
     assert found.as_values()["values"]["loss"]["written"] == lines[4]["loss"]
 
 
@@ -73,9 +71,7 @@ def test_other_numbers_than_were_written_are_reported(plain: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "layout", [{"nproc": 2, "strategy": "ddp"}, {"nproc": 2, "pp_size": 2}, {"nproc": 4, "tp_size": 2}], ids=str
 )
-def test_a_step_of_another_layout_comes_to_the_same_bits(
-    workplace: Path, layout: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+def test_a_step_of_another_layout_comes_to_the_same_bits(workplace, layout, request):
     directory = trained(run_file(workplace, f"bits {request.node.callspec.id}", **layout))
     assert all(again(directory, step).is_same for step in (1, 4))
 
@@ -83,26 +79,22 @@ def test_a_step_of_another_layout_comes_to_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"lr": 0.03}], ids=["interrupted", "changed"])
 def test_steps_before_and_after_an_interruption_come_to_the_same(workplace: Path, changes: dict[str, Any]) -> None:
-    """By the run file of their own attempt, where that has changed."""
     name = f"interrupted {len(changes)}"
     options: dict[str, Any] = {"nproc": 2, "ema": {"decay": 0.9}, "micro_batch_size": 2, "optimizer": {"lr": 0.01}}
     path = run_file(workplace, name, **options)
     directory = trained(path, kill_after=5)
     if changes:
-        checkpoint = directory / "checkpoints" / "step-00000004"
-        resume = {"from": str(checkpoint), "allow": ["optimizer.lr"]}
+        resume = {"from": str(directory / "checkpoints" / "step-00000004"), "allow": ["optimizer.lr"]}
         path = run_file(workplace, name, **{**options, "optimizer": changes, "resume": resume})
     trained(path)
     for step in (4, 5, STEPS):
         assert again(directory, step).is_same
 
 
-JUDGED = {"deviations": 1.2, "window": 20, "limit": 50}
-"""Noise of a high rate leaps beyond this now and then."""
+JUDGED = {"deviations": 1.2, "window": 20, "limit": 50}  # Noise of a high rate leaps beyond this now and then
 
 
 def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
-    """The steps that were bad, and where the run went back to."""
     events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
     return [(event["step"], event["back_to"]) for event in events if event["event"] == "bad step"]
 
@@ -165,8 +157,7 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
         changed = {name: each + 1.0 if each.dtype.kind == "f" else each for name, each in stored.items()}
     np.savez(reference, **changed)
     assert not again(directory, 4).is_same
-    # Where it was removed, it is computed with what the run began with.
-    reference.unlink()
+    reference.unlink()  # where it was removed, it is computed with what the run began with
     assert again(directory, 4).is_same
     assert not reference.exists()
 
@@ -178,8 +169,7 @@ def test_where_the_run_went_back_is_read_in_the_order_of_its_attempts(workplace:
     bad = [(9, 6), (12, None), (10, 3), (8, 6), (20, 15), (14, 12)]
     events: list[dict[str, Any]] = [{"event": "bad step", "step": step, "back_to": to} for step, to in bad]
     events.insert(0, {"event": "start", "start": 0})
-    # What was done after step 12 is forgotten.
-    events.insert(6, {"event": "start", "start": 12})
+    events.insert(6, {"event": "start", "start": 12})  # what was done after step 12 is forgotten
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events) + '{"event": "bad')
     run = Recorded(tmp_path)
     assert run.sittings == (0, 12)
@@ -200,9 +190,7 @@ def test_where_the_run_went_back_is_read_in_the_order_of_its_attempts(workplace:
     ],
     ids=["ddp", "fsdp2", "pipeline"],
 )
-def test_one_process_agrees_in_float64_with_the_random_numbers_of_all_data_ranks(
-    workplace: Path, changes: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+def test_one_process_agrees_in_float64_with_the_random_numbers_of_all_data_ranks(workplace, changes, request):
     values = {"model": {"dtype": "float64"}, "nproc": 2, **changes}
     directory = trained(run_file(workplace, f"single {request.node.callspec.id}", **values))
     found = again(directory, 5, single=True)
@@ -221,7 +209,6 @@ def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, 
     assert again(directory, 3, compare_rank=1).exit_code == 0
     for rank in (0, 2) if strategy == "ddp" else (1,):
         found = again(directory, 3, f"rank {rank} flips", compare_rank=1)
-        assert found.shares is not None
         assert found.shares["suspects"] == [rank]
         assert set(found.shares["shares"]) == {str(rank), str((rank + 1) % 3)}
         assert found.shares["shares"][str(rank)]["tensor"] == f"{GRADIENT} model.layers.1.mlp.down_proj.weight"
@@ -231,10 +218,8 @@ def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, 
 @pytest.mark.slow
 def test_of_two_data_ranks_both_are_named_but_one_that_disagrees_with_itself_alone(plain: Path) -> None:
     both = again(plain, 2, "rank 1 flips", compare_rank=0).shares
-    assert both is not None
     assert both["suspects"] == [0, 1]
     one = again(plain, 2, "rank 1 flips at times", compare_rank=0).shares
-    assert one is not None
     assert (one["suspects"], one["unsteady"]) == ([1], [1])
 
 
@@ -243,7 +228,6 @@ def test_ranks_that_share_a_batch_compare_their_parts(workplace: Path) -> None:
     directory = trained(run_file(workplace, "parts", nproc=4, tp_size=2, steps=2))
     assert again(directory, 2, compare_rank=1).exit_code == 0
     found = again(directory, 2, "rank 2 flips", compare_rank=1).shares
-    assert found is not None
     # Along tp, 0 and 1 are one data rank, 2 and 3 the other; 0 and 2 have the same part.
     assert found["suspects"] == [0, 2]
 
@@ -274,8 +258,7 @@ def test_the_stage_where_a_share_goes_wrong_is_named(wrong: dict[int, str], susp
 
 
 def test_kernels_that_sum_in_no_order_are_no_hardware_that_is_wrong() -> None:
-    works = [_work(rank, f"{rank}000", f"{rank + 7}000"[-4:], "9000") for rank in range(6)]
-    found = judged(works, 3)
+    found = judged([_work(rank, f"{rank}000", f"{rank + 7}000"[-4:], "9000") for rank in range(6)], 3)
     assert (found["suspects"], len(found["unsteady"])) == ([], 6)
     assert "no fixed order" in found["why"]
 
@@ -302,8 +285,7 @@ def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: 
 
 @pytest.mark.slow
 def test_without_a_checkpoint_before_it_a_step_of_a_run_that_began_elsewhere_is_refused(workplace: Path) -> None:
-    first = trained(run_file(workplace, "first", nproc=2, steps=4))
-    elsewhere = first / "checkpoints" / "step-00000002"
+    elsewhere = trained(run_file(workplace, "first", nproc=2, steps=4)) / "checkpoints" / "step-00000002"
     directory = trained(run_file(workplace, "went on", nproc=2, steps=4, resume=str(elsewhere), checkpoint={}))
     assert again(directory, 3).is_same
     elsewhere.rename(elsewhere.with_name("gone"))
@@ -325,9 +307,7 @@ def test_other_data_than_the_run_had_are_reported(plain: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")], ids=["alone", "torchrun"]
 )
-def test_the_command_prints_and_writes_what_it_has_found(
-    plain: Path, tmp_path: Path, launcher: tuple[str, ...]
-) -> None:
+def test_the_command_prints_and_writes_what_it_has_found(plain, tmp_path, launcher):
     file = tmp_path / "found.json"
     done = command("replay", str(plain), "--step", "5", "--compare-rank", "1", "--json", str(file), launcher=launcher)
     assert done.returncode == 0, done.stderr

@@ -31,10 +31,16 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "plan_exact.jso
 DEEP_RESULTS = RESULTS.with_name("plan_deep.json")
 SP = {"sequence_parallel": True}
 MOE, EIGHT = "qwen3_moe", "qwen3_moe of 8"
+TP, CP, PP, EP, COPIES = ({f"{axis}_size": 2} for axis in ("tp", "cp", "pp", "ep", "dp_replicate"))
+OPTIONS: list[dict[str, Any]] = [
+    *({"activation_checkpointing": each} for each in ("full", "selective", {"offload": "cpu"})),
+    {"reshard_after_forward": False},
+    {"offload_policy": {"pin_memory": False}},
+    {"defer_fsdp_grad_sync": False},
+]
 
 
 def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
-    """Each schedule of a pipeline over a strategy."""
     schedules = dict.fromkeys(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), 4)
     return [
         Layout(engine, ranks, sizes, wrapper={"pp_schedule": name}, layers=count, microbatches=count, **kwargs)
@@ -42,78 +48,38 @@ def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> 
     ]
 
 
+def of_sizes(strategy: str, *given: tuple[int, dict[str, int]], **options: Any) -> list[Layout]:
+    return [Layout(strategy, ranks, sizes, **options) for ranks, sizes in given]
+
+
 LAYOUTS = [
     Layout("single", 1),
-    Layout("fsdp2", 2),
-    Layout("fsdp2", 4),
-    Layout("fsdp2", 2, {"dp_replicate_size": 2}),
-    Layout("fsdp2", 4, {"dp_replicate_size": 2}),
-    Layout("fsdp2", 2, {"tp_size": 2}),
-    Layout("fsdp2", 4, {"tp_size": 4}),
-    Layout("fsdp2", 4, {"tp_size": 2}),
-    Layout("fsdp2", 4, {"tp_size": 2}, SP),
-    Layout("fsdp2", 2, {"tp_size": 2}, SP),
-    Layout("fsdp2", 2, {"cp_size": 2}),
-    Layout("fsdp2", 4, {"cp_size": 2}),
-    Layout("fsdp2", 4, {"cp_size": 4}),
-    Layout("fsdp2", 2, {"cp_size": 2}, {"cp_attention": "ulysses"}),
-    Layout("fsdp2", 4, {"cp_size": 2, "tp_size": 2}),
-    Layout("fsdp2", 4, {"cp_size": 2, "tp_size": 2}, SP),
-    Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
-    Layout("fsdp2", 2, {}, {"activation_checkpointing": "selective"}),
-    Layout("fsdp2", 2, {}, {"reshard_after_forward": False}),
+    *of_sizes("fsdp2", (2, {}), (4, {}), (2, COPIES), (4, COPIES), (8, COPIES), (2, TP), (4, TP), (4, {"tp_size": 4})),
+    *of_sizes("fsdp2", (2, CP), (4, CP), (4, {"cp_size": 4}), (8, {"cp_size": 4}), (4, CP | TP), (8, TP | COPIES)),
+    *of_sizes("fsdp2", (2, TP), (4, TP), (8, {"tp_size": 4}), (4, CP | TP), config=SP),
+    *of_sizes("fsdp2", (4, {"pp_size": 4}), (4, PP), (4, PP | TP), (4, PP | CP), (8, PP | TP)),
+    *of_sizes("fsdp2", (2, {}), (2, EP), (4, EP), (4, {"ep_size": 4}), (4, EP | TP), (4, EP | PP), model=MOE),
+    Layout("fsdp2", 8, {"ep_size": 8}, model=EIGHT),
+    *of_sizes("fsdp2", (2, {}), (2, TP), is_adapted=True),
+    Layout("fsdp2", 2, CP, {"cp_attention": "ulysses"}),
+    *(Layout("fsdp2", 2, {}, options) for options in OPTIONS),
     Layout("fsdp2", 2, {}, {"reshard_after_forward": False}, microbatches=3),
-    Layout("fsdp2", 2, {}, {"offload_policy": {"pin_memory": False}}),
-    Layout("fsdp2", 2, {}, {"activation_checkpointing": {"offload": "cpu"}}),
-    Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}),
     Layout("fsdp2", 2, dtype="bfloat16"),
     Layout("fsdp2", 2, microbatches=5),
-    Layout("fsdp2", 2, is_adapted=True),
-    Layout("fsdp2", 2, {"tp_size": 2}, is_adapted=True),
-    Layout("ddp", 2),
-    Layout("ddp", 4),
+    *of_sizes("ddp", (2, {}), (4, {}), (4, PP)),
     Layout("ddp", 2, is_adapted=True),
-    Layout("ddp", 2, {}, {"engine": "bucketed"}),
-    Layout("ddp", 4, {}, {"engine": "bucketed"}),
-    Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
-    Layout("ddp", 4, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
-    Layout("megatron_fsdp", 2),
-    Layout("megatron_fsdp", 4),
-    Layout("megatron_fsdp", 4, {"dp_replicate_size": 2}),
-    *pipelines("fsdp2", 2, {"pp_size": 2}),
-    *pipelines("ddp", 2, {"pp_size": 2}),
-    Layout("fsdp2", 4, {"pp_size": 4}),
-    Layout("fsdp2", 4, {"pp_size": 2}),
-    Layout("fsdp2", 4, {"pp_size": 2, "tp_size": 2}),
-    Layout("fsdp2", 4, {"pp_size": 2, "cp_size": 2}),
-    Layout("ddp", 4, {"pp_size": 2}),
-    Layout("fsdp2", 2, model=MOE),
-    Layout("fsdp2", 2, {"ep_size": 2}, model=MOE),
-    Layout("fsdp2", 4, {"ep_size": 2}, model=MOE),
-    Layout("fsdp2", 4, {"ep_size": 4}, model=MOE),
-    Layout("fsdp2", 4, {"ep_size": 2, "tp_size": 2}, model=MOE),
-    Layout("fsdp2", 4, {"ep_size": 2, "pp_size": 2}, model=MOE),
-    Layout("fsdp2", 8, {"tp_size": 2, "dp_replicate_size": 2}),
-    Layout("fsdp2", 8, {"pp_size": 2, "tp_size": 2}),
-    Layout("fsdp2", 8, {"dp_replicate_size": 2}),
-    Layout("fsdp2", 8, {"cp_size": 4}),
-    Layout("fsdp2", 8, {"tp_size": 4}, SP),
-    Layout("fsdp2", 8, {"ep_size": 8}, model=EIGHT),
-    Layout("megatron_fsdp", 8, {"dp_replicate_size": 2}),
-    Layout("ddp", 8, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
+    *of_sizes("ddp", (2, {}), (4, {}), config={"engine": "bucketed"}),
+    *of_sizes("ddp", (2, {}), (4, {}), (8, {}), config={"engine": "bucketed", "use_distributed_optimizer": True}),
+    *of_sizes("megatron_fsdp", (2, {}), (4, {}), (4, COPIES), (8, COPIES)),
+    *pipelines("fsdp2", 2, PP),
+    *pipelines("ddp", 2, PP),
 ]
-
-
+FOUR = {"ZBVZeroBubble": 10, "DualPipeV": 10, "Interleaved1F1B": 12, "InterleavedZeroBubble": 12}
+SIX = {"ZBVZeroBubble": 14, "DualPipeV": 14, "Interleaved1F1B": 18, "InterleavedZeroBubble": 18}
 DEEP = [
-    deep_layout("fsdp2", 4, "ZBVZeroBubble", 40, 10),
-    deep_layout("fsdp2", 4, "DualPipeV", 40, 10),
-    deep_layout("fsdp2", 4, "Interleaved1F1B", 40, 12),
-    deep_layout("fsdp2", 4, "InterleavedZeroBubble", 40, 12),
+    *(deep_layout("fsdp2", 4, name, 40, count) for name, count in FOUR.items()),
     deep_layout("fsdp2", 6, "1F1B", 30, 9),
-    deep_layout("fsdp2", 6, "ZBVZeroBubble", 60, 14),
-    deep_layout("fsdp2", 6, "DualPipeV", 60, 14),
-    deep_layout("fsdp2", 6, "Interleaved1F1B", 60, 18),
-    deep_layout("fsdp2", 6, "InterleavedZeroBubble", 60, 18),
+    *(deep_layout("fsdp2", 6, name, 60, count) for name, count in SIX.items()),
     deep_layout("fsdp2", 8, "1F1B", 40, 10),
     deep_layout("fsdp2", 8, "ZBVZeroBubble", 80, 18),
     deep_layout("ddp", 6, "Interleaved1F1B", 60, 18),
@@ -121,7 +87,6 @@ DEEP = [
 
 
 def of_conformance() -> Iterator[Layout]:
-    """Those that `meshwright check` tries of each strategy."""
     for name, spec in get_registry().strategies.items():
         for _, ranks, sizes, _ in layouts_of(spec, 4):
             # What follows from the others is left out.

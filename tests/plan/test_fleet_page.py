@@ -31,7 +31,6 @@ ASKED = PlanConfig()
 
 
 def _fleet(ranks: int, restart_s: float = ASKED.restart_s) -> tuple[Fleet, Copies]:
-    """As the results have it."""
     kept = {**CONTENT["fleets"][str(ranks)], "restart_s": restart_s}
     saves, copies = Saves(**kept.pop("saves")), Copies(**kept.pop("copies"))
     names = Fleet.__dataclass_fields__

@@ -23,8 +23,7 @@ from meshwright.files.commands import uncollected
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.testing.pool import pool
-from meshwright_plan.config import PlanConfig
-from meshwright_plan.device import find_device
+from meshwright_plan.config import PlanConfig, find_device
 from meshwright_plan.fleet import advice
 from meshwright_plan.fleet.advice import (
     COPIED,
@@ -37,14 +36,12 @@ from meshwright_plan.fleet.advice import (
     told,
 )
 from meshwright_plan.fleet.fleet import HOUR
-from meshwright_plan.job import job_of
-from meshwright_plan.planned import plan
+from meshwright_plan.planned import job_of, plan
 from meshwright_run.run_file import RunConfig
 
 RATE = PlanConfig().failures_per_rank_hour
 STEP_S, RANKS = 5.0, 128
-OFTEN = {"failures_per_rank_hour": 128 * RATE}
-"""As often as of 16,384."""
+OFTEN = {"failures_per_rank_hour": 128 * RATE}  # As often as of 16,384
 
 
 def _config(**changes: Any) -> RunConfig:
@@ -172,11 +169,9 @@ def test_a_run_that_copies_is_taken_as_it_copies(planned):
     plain = _failures(planned, SLOW, checkpoint={"every": 2000})
     for given, every in (({"every": 100}, 100), ({"every": 50, "bandwidth": "1GB/s"}, 50)):
         own = _row(_failures(planned, SLOW, checkpoint={"every": 2000, "replicate": given}, max_restarts=1), OWN)
-        assert own["copied_every"] == every
-        assert own["every"] == pytest.approx(2000, abs=every)
+        assert (own["copied_every"], own["every"]) == (every, pytest.approx(2000, abs=every))
         assert own["parts"]["useful"] > _row(plain, OWN)["parts"]["useful"] + 0.1
-    # What is sent slowly is copied as often as it can be.
-    slow = plain["rank_bytes"] / (2.5 * STEP_S)
+    slow = plain["rank_bytes"] / (2.5 * STEP_S)  # what is sent slowly is copied as often as it can be
     found = _failures(planned, SLOW, checkpoint={"every": 2000, "replicate": {"bandwidth": slow}}, max_restarts=1)
     assert _row(found, OWN)["copied_every"] == 3
     assert OWN_COPIED not in {each["name"] for each in found["rows"]}

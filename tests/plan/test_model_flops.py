@@ -20,42 +20,26 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop.extension import Flops
-from meshwright_plan.model_flops import ModelFlops, model_flops
+from meshwright_plan.planned import ModelFlops, model_flops
 from meshwright_plan.trace import Job
 from meshwright_run.report import describe
 from meshwright_run.run_file import OptimizerConfig
 
-S = 48
-"""Tokens of a row."""
+S = 48  # Tokens of a row
 WIDTH, LAYERS, VOCAB = 64, 3, 320
 
 
 def _llama(layers: int = LAYERS, attention: str = "sdpa", **changes: Any) -> nn.Module:
-    sizes = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 3 * WIDTH,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": False,
-    }
-    config = LlamaConfig(**{**sizes, **changes}, num_hidden_layers=layers)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": VOCAB, "tie_word_embeddings": False}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def _experts(layers: int = 2, *, experts: int = 8) -> nn.Module:
-    config = Qwen3MoeConfig(
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        moe_intermediate_size=2 * WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        vocab_size=VOCAB,
-    )
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "moe_intermediate_size": 2 * WIDTH, "vocab_size": VOCAB}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers, num_experts=experts, num_experts_per_tok=2)
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -78,7 +62,6 @@ def _of_row(make: Any, **options: Any) -> float:
 
 
 def _really(model: nn.Module) -> int:
-    """What torch counts while a row is trained on."""
     ids = torch.arange(S)[None] % VOCAB
     with FlopCounterMode(display=False) as counter:
         logits = model(input_ids=ids, use_cache=False).logits
@@ -125,12 +108,7 @@ def test_attention_counts_pairs_that_act_and_no_scores_twice() -> None:
 
 def test_flops_beside_a_formula() -> None:
     """6 N + 12 L H S counts the table of the embedding, norms, and all pairs of an attention."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "vocab_size": 32_000,
-    }
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32_000}
     make, length = functools.partial(_llama, 16, **sizes), 2048
     found = _of_row(make, length=length, layers=16, with_layers=functools.partial(_llama, **sizes)) / length
     with torch.device("meta"):

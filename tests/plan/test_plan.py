@@ -23,8 +23,8 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.testing.pool import pool
 from meshwright_plan import planned as planned_module
 from meshwright_plan import stages
+from meshwright_plan.config import find_device
 from meshwright_plan.depth import Point, Report, at_full_size
-from meshwright_plan.device import find_device
 from meshwright_plan.planned import plan, representatives
 from meshwright_plan.trace import Job, Trace, traces
 from meshwright_plan.world import choices, planned_world
@@ -69,9 +69,7 @@ def test_a_plan_is_what_real_ranks_do(layout):
     everywhere = pool(layout.ranks).run(done, layout)
     for rank in (0, layout.ranks - 1):
         real, told = everywhere[rank], planned(layout, rank)
-        assert told.collectives == real.collectives
-        assert told.peak == real.peak
-        assert told.after == real.after
+        assert (told.collectives, told.peak, told.after) == (real.collectives, real.peak, real.after)
         # What a step computes in the main; gloo itself runs further operators.
         products = [[(each.name, each.shapes, each.flops) for each in t.operations if each.flops] for t in (told, real)]
         assert products[0] == products[1]
@@ -224,8 +222,7 @@ def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(layout, layers
     check_alike(few, whole)
 
 
-STEPS = [(2, 4, (3, 4)), (2, 6, (3, 4)), (2, 8, (5,))]
-"""Ranks, blocks and numbers of microbatches."""
+STEPS = [(2, 4, (3, 4)), (2, 6, (3, 4)), (2, 8, (5,))]  # Ranks, blocks and numbers of microbatches
 
 
 def _shallow(count: int) -> list[Any]:
@@ -309,5 +306,4 @@ def test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so(sp
         return {**sizes, "peak_by_phase": {"forward": peak}}
 
     made = _made(report)
-    assert made is not None
     assert made["peak_reserved_bytes"] - made["peak_allocated_bytes"] == at_126

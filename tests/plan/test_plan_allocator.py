@@ -14,8 +14,7 @@ from meshwright_plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Alloc
 from meshwright_plan.trace import Operation
 
 MIB = 1 << 20
-sizes = st.one_of(st.integers(1, 4 * SMALL), st.integers(1, 60 * MIB))
-"""Of both pools."""
+sizes = st.one_of(st.integers(1, 4 * SMALL), st.integers(1, 60 * MIB))  # Of both pools
 changes = st.lists(st.tuples(sizes, st.sampled_from(["compute", "gather"]), st.booleans()), max_size=60)
 
 
@@ -68,8 +67,7 @@ def test_the_smallest_that_fits_is_taken_and_the_end_last():
     allocator.change(0, -30 * MIB)
     allocator.change(2, -20 * MIB)
     segment = allocator._segments["compute", False]
-    # 54 of 60 MiB: the end has 6.
-    allocator.change(4, 5 * MIB)
+    allocator.change(4, 5 * MIB)  # 54 of 60 MiB: the end has 6
     allocator.change(5, 25 * MIB)
     assert (segment.live[4][0], segment.live[5][0], allocator.reserved) == (32 * MIB, 0, 60 * MIB)
 
@@ -100,8 +98,7 @@ def test_fixed_segments_are_taken_by_size_and_split_and_joined_as_torch_does():
     assert allocator.reserved == 34 * MIB
     allocator.change(1, -3 * MIB)
     allocator.change(2, -16 * MIB)
-    # Joined within their segment, and not with the next one.
-    allocator.change(4, 20 * MIB)
+    allocator.change(4, 20 * MIB)  # joined within their segment, and not with the next one
     assert allocator.reserved == 34 * MIB
     allocator.change(5, 21 * MIB)
     assert allocator.reserved == 56 * MIB

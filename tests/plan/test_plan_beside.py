@@ -12,7 +12,7 @@ import yaml
 from support.commands import MODEL, command, write_run
 
 from meshwright_plan.comparison import Comparison, compare, peak_flops
-from meshwright_plan.device import DEVICES
+from meshwright_plan.config import DEVICES
 from meshwright_run.run_file import load_run
 
 WIDER = {**MODEL, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -75,12 +75,10 @@ def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refuse
 def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
     device = _device(tmp_path, memory_bytes=100_000)
     refused = compare(load_run(_file(tmp_path, strategy_config={}, plan={"device": device})), 2)
-    assert refused is not None
     assert str(refused.refusal).startswith("the run does not fit: a rank would take ")
     assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal)
     asked = {"device": device, "when_too_large": "warn"}
     warned = compare(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2)
-    assert warned is not None
     assert warned.refusal is None
     assert "warning: the run does not fit" in capsys.readouterr().err
 
@@ -100,7 +98,6 @@ def test_a_plan_alone_starts_nothing(tmp_path):
 def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_is_made_unasked(tmp_path):
     asked = {"device": _device(tmp_path, memory_bytes=1)}
     found = compare(load_run(_file(tmp_path, plan=asked, objective="dpo")), 2)
-    assert found is not None
     assert (found.plan, found.refusal) == (None, None)
     assert "objective='dpo'" in found.lines()[0]
     assert compare(load_run(_file(tmp_path, plan={"enabled": False})), 2) is None

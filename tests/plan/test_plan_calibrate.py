@@ -18,27 +18,16 @@ from meshwright.launch.open_world import open_world
 from meshwright.mesh.sizes import Degrees
 from meshwright.testing.pool import pool
 from meshwright.tracing.collectives import Collective
-from meshwright_plan import links
 from meshwright_plan.calibration import measure
 from meshwright_plan.calibration.calibrate import Rates, best, calibrate, calibrate_to, device_of, written
 from meshwright_plan.calibration.fit import Sample, deviation, fit
 from meshwright_plan.calibration.measure import KINDS, Clock, Effort, products
-from meshwright_plan.device import Device, Node, find_device
+from meshwright_plan.config import Device, Node, find_device
 from meshwright_plan.meter import Held
-from meshwright_plan.time import play
+from meshwright_plan.time import MESSAGES, collective_seconds, play
 from meshwright_plan.trace import Operation, Trace
 
-TINY = Effort(
-    window_s=0.002,
-    windows=2,
-    passes=2,
-    classes=(64, 128),
-    widest=128,
-    length=64,
-    stream_bytes=1 << 18,
-    streams=3,
-    messages=(1 << 10, 1 << 14, 1 << 18),
-)
+TINY = Effort(0.002, 2, 2, (64, 128), 128, 64, stream_bytes=1 << 18, streams=3, messages=(1 << 10, 1 << 14, 1 << 18))
 FACTORS = {"reduce_scatter": 1.9, "all_reduce": 1.2, "all_to_all": 0.8, "broadcast": 0.6, "send": 0.7}
 CPU = find_device("cpu")
 
@@ -58,7 +47,7 @@ def measured(node: Node, world: int) -> list[Sample]:
     """What links of these numbers would take, without any noise."""
     groups = {tuple(range(world)), (0, 1), tuple(range(node.ranks)), tuple(range(0, world, node.ranks))}
     return [
-        Sample(kind, 1 << power, group, links.seconds(kind, 1 << power, group, node))
+        Sample(kind, 1 << power, group, collective_seconds(kind, 1 << power, group, node))
         for group in sorted(each for each in groups if len(each) > 1)
         for kind in KINDS
         for power in range(8, 31, 2)
@@ -116,8 +105,8 @@ def test_what_cannot_be_fitted_is_refused():
 def test_a_kind_of_collective_takes_as_many_times_as_long_as_a_file_says():
     node, plain = (true_node("h100-80gb", 8, factors=each) for each in ({"all_gather": 3.0, "send": 2.0}, {}))
     for kind, times in (("all_gather", 3), ("reduce_scatter", 1), ("send", 2), ("recv", 2)):
-        ranks = range(2) if kind in links.MESSAGES else range(8)
-        took, before = (links.seconds(kind, 1 << 32, ranks, each) for each in (node, plain))
+        ranks = range(2) if kind in MESSAGES else range(8)
+        took, before = (collective_seconds(kind, 1 << 32, ranks, each) for each in (node, plain))
         assert took == pytest.approx(times * before, rel=1e-2)
 
 
@@ -138,8 +127,7 @@ def kernel(seconds: int, name: str = "aten.op") -> Operation:
     return Operation(name, 0, 0, (), torch.float32, None, (), ((seconds, seconds),))
 
 
-GATHER = Operation("c10d.op", 0, 0, (), torch.float32, 0, ((100, 0),), ((100, 0),))
-"""Takes four seconds."""
+GATHER = Operation("c10d.op", 0, 0, (), torch.float32, 0, ((100, 0),), ((100, 0),))  # Takes four seconds
 OTHER = replace(GATHER, reads=((101, 0),), writes=((101, 0),))
 COPY_IN = kernel(5, "fsdp.all_gather_copy_in.default")
 
@@ -168,15 +156,8 @@ def test_a_host_computes_less_beside_collectives_and_issues_none_meanwhile(steps
 # -- the file
 
 
-RATES = Rates(
-    {"bfloat16": {64: 1e11, 128: 4e11}, "float16": {}, "float32": {64: 5e10, 128: 1e11}, "float64": {64: 2e10}},
-    (4e10, 2e10),
-    "float32",
-    {"copy": 1e10, "sqrt": 4e9},
-    1e-6,
-    2e-6,
-    0.25,
-)
+PRODUCTS = {"bfloat16": {64: 1e11, 128: 4e11}, "float16": {}, "float32": {64: 5e10, 128: 1e11}, "float64": {64: 2e10}}
+RATES = Rates(PRODUCTS, (4e10, 2e10), "float32", {"copy": 1e10, "sqrt": 4e9}, 1e-6, 2e-6, 0.25)
 
 
 def made_on_ranks(samples: list[Sample]) -> Device:
@@ -206,8 +187,7 @@ def test_a_file_says_what_was_measured_and_what_was_not(tmp_path):
     path.write_text(written(device))
     assert find_device(str(path)) == device
     assert "# Peak of matrix products, by dtype." in path.read_text()
-    # Links of a single rank are those of the base.
-    alone = pool(2).run(made_on_ranks, [])[0]
+    alone = pool(2).run(made_on_ranks, [])[0]  # links of a single rank are those of the base
     assert alone.node == CPU.node
     assert "links inside of a node, links between nodes" in alone.sources["taken over"]
     assert "links" not in alone.sources
@@ -232,8 +212,7 @@ def calibrated() -> Device:
 @pytest.mark.slow
 def test_ranks_measure_themselves_and_agree():
     one, other = pool(2).run(calibrated)
-    assert one == other
-    assert set(one.matmul_efficiency) == {"bfloat16", "float16", "float32", "float64"}
+    assert (one, set(one.matmul_efficiency)) == (other, {"bfloat16", "float16", "float32", "float64"})
     assert all(set(table) == {64, 128} for table in one.matmul_efficiency.values())
     assert all(max(table.values()) == 1.0 for table in one.matmul_efficiency.values())
     assert set(one.node.factors) == set(KINDS) - {"all_gather"}

@@ -35,8 +35,7 @@ def test_each_row_has_a_job_or_a_reason(number):
     assert job.degrees.world_size <= (jobs.gpus(row) or 0)
     tokens = job.microbatches * job.rows * job.length
     if not jobs.is_megatron(row):
-        assert job.degrees.world_size == row["gpus"]
-        assert job.rows == row["local_batch"]
+        assert (job.degrees.world_size, job.rows) == (row["gpus"], row["local_batch"])
         return
     batch = row["args"].get("global-batch-size", jobs.BATCH_AT_FIRST)
     assert tokens * job.degrees.dp == batch * row["seq"]

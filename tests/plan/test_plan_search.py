@@ -18,14 +18,12 @@ from support.plan_layouts import SIZES
 from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.mesh.sizes import Degrees
 from meshwright_plan.calibration.calibrate import written
-from meshwright_plan.command import load_job
-from meshwright_plan.device import Device, find_device
-from meshwright_plan.job import job_of
-from meshwright_plan.planned import plan
+from meshwright_plan.config import Device, find_device
+from meshwright_plan.planned import job_of, plan
+from meshwright_plan.plugin import load_job
 from meshwright_plan.search import recommend as recommending
 from meshwright_plan.search.candidates import Candidate, Space
-from meshwright_plan.search.expect import NOISE, Estimate, Expectations, Outlooks
-from meshwright_plan.search.glance import Glance, Line, answer
+from meshwright_plan.search.expect import NOISE, Estimate, Expectations, Glance, Line, Outlooks, answer
 from meshwright_plan.search.recommend import recommend, tables, tokens_of, write_run
 from meshwright_plan.search.search import Search
 
@@ -63,8 +61,7 @@ def _all(space: Space) -> list[Candidate]:
 
 def _planned(candidate: Candidate, file: Path, kept: list[str], device: Device) -> dict[str, Any] | str:
     try:
-        job = job_of(load_job(file, [*kept, *candidate.lines]), candidate.degrees.world_size)
-        return plan(job, device)
+        return plan(job_of(load_job(file, [*kept, *candidate.lines]), candidate.degrees.world_size), device)
     except MeshwrightError as error:
         return str(error)
 
@@ -143,8 +140,7 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
         tmp_path, strategy="fsdp2", tp_size=2, strategy_config={"loss_chunk_rows": 0, "cp_attention": "ulysses"}
     )
     space = _space(file, ["tp_size=1", "strategy_config.activation_checkpointing=full"], 4, find_device("h100-80gb"))
-    # Other tests may have brought strategies of their own.
-    ours = {"ddp", "fsdp2", "megatron_fsdp"}
+    ours = {"ddp", "fsdp2", "megatron_fsdp"}  # other tests may have brought strategies of their own
     found = [each for each in space.candidates() if each.values["strategy"] in ours]
     assert {each.degrees.tp for each in found} == {1}
     assert {each.recomputation for each in found} == {"full"}
@@ -221,9 +217,8 @@ def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
     with pytest.raises(ConfigError) as caught:
         recommend(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, processes=1)
     told = str(caught.value)
-    assert "nothing fits on 2 x" in told
-    assert "GiB too much" in told
-    assert "Use more devices" in told
+    for each in ("nothing fits on 2 x", "GiB too much", "Use more devices"):
+        assert each in told
 
 
 @pytest.mark.slow
@@ -293,9 +288,7 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
     # Of 4 blocks: a step of 2 microbatches takes 21 s, of which each computes 8 s.
     peaks = {"backward": Line(20, 100), "optimizer": Line(30, 50)}
     glance = Glance(2, Line(1, 5), Line(0, 2), peaks, 8.0, Line(0, 10), Line(0, 40))
-    assert glance.seconds(4, 5) == 21 + 3 * 8
-    assert glance.reserved(4) == 420 + 8
-    assert glance.head == 0
+    assert (glance.seconds(4, 5), glance.reserved(4), glance.head) == (21 + 3 * 8, 420 + 8, 0)
     # 4 microbatches of 8 s on two ranks, a bubble of one of 4 + 1 forwards and backwards; and 3 s of the rest.
     assert space.forecast(found["1F1B"], glance.head) == (pytest.approx(1 / 5), 2)
     assert glance.piped_seconds(4, 4, 2, 1 / 5) == pytest.approx(4 * 8 / 2 * 5 / 4 + 3)
@@ -306,8 +299,7 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
     search._schedules(whole, glance)
     told = {each.candidate.wrapper.pp_schedule: each.plan for each in search.found}
     assert told["1F1B"]["step_seconds"] == pytest.approx(23)
-    assert told["1F1B"]["peak_reserved_bytes"] == 308
-    assert told["GPipe"]["peak_reserved_bytes"] == 468
+    assert (told["1F1B"]["peak_reserved_bytes"], told["GPipe"]["peak_reserved_bytes"]) == (308, 468)
     # What the last stage computes beside its blocks is waited for.
     assert space.forecast(found["1F1B"], 2.0)[0] > 1 / 5
 

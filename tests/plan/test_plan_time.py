@@ -15,25 +15,17 @@ from meshwright._compat.torch import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.tracing.collectives import Collective
-from meshwright_plan import kernels, links
 from meshwright_plan.allocator import GATHER, LARGE_GRANULE, REDUCE, reserved, streams
-from meshwright_plan.device import DEVICES, Device, Link, devices, find_device
+from meshwright_plan.config import DEVICES, Device, Link, devices, find_device
 from meshwright_plan.meter import Held, StepMeter
-from meshwright_plan.time import COMPUTE, Timeline, play
+from meshwright_plan.time import COMPUTE, Timeline, collective_seconds, fused, is_kernel, kernel_seconds, members, play
 from meshwright_plan.trace import Operation, Trace, touched
 
 H100 = find_device("h100-80gb")
 LINK = Link(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)
-DEVICE = H100.model_copy(
-    update={
-        "bandwidth": 1e9,
-        "bandwidth_efficiency": 1.0,
-        "kernel_s": 1e-9,
-        "cpu_s": 1e-9,
-        "node": H100.node.model_copy(update={"inside": LINK, "ring_begin_s": 1e-9}),
-    }
-)
-"""A byte takes a nanosecond, in memory and on the link, and all else nothing."""
+NODE = H100.node.model_copy(update={"inside": LINK, "ring_begin_s": 1e-9})
+COSTS = {"bandwidth": 1e9, "bandwidth_efficiency": 1.0, "kernel_s": 1e-9, "cpu_s": 1e-9, "node": NODE}
+DEVICE = H100.model_copy(update=COSTS)  # a byte takes a nanosecond, in memory and on the link, and all else nothing
 S = 10**9
 
 
@@ -127,9 +119,9 @@ def test_a_pipeline_has_the_bubbles_of_its_schedule(stages, microbatches):
 def test_fused_operators_read_and_write_what_others_see():
     chain = [kernel(1, (0,), (1,)), kernel(1, (1,), (2,)), kernel(1, (2,), (3,))]
     product = Operation("aten.mm.default", 1, 0, ((8, 8), (8, 8)), torch.float32, None, ((3, 0),), ((4, 0),))
-    fused, same = kernels.fused([*chain, product])
+    one, same = fused([*chain, product])
     assert same is product
-    assert (dict(fused.reads), dict(fused.writes)) == ({0: 0}, {3: S})
+    assert (dict(one.reads), dict(one.writes)) == ({0: 0}, {3: S})
 
 
 # -- devices and links
@@ -146,19 +138,21 @@ def test_fused_operators_read_and_write_what_others_see():
     ],
 )
 def test_ranks_of_a_group(group, size, found):
-    assert links.members(group, 6, Degrees(pp=2, dp_shard=4, tp=4), size) == found
+    assert members(group, 6, Degrees(pp=2, dp_shard=4, tp=4), size) == found
 
 
 def test_links_between_nodes_are_slower_and_shared_by_the_ranks_of_a_node():
     node, size = H100.node, 1 << 30
-    inside, both, alone = (links.seconds("all_gather", size, r, node) for r in (range(8), range(16), range(0, 128, 8)))
+    inside, both, alone = (
+        collective_seconds("all_gather", size, r, node) for r in (range(8), range(16), range(0, 128, 8))
+    )
     assert inside == pytest.approx(size * 7 / 8 / node.inside.rate, rel=0.05)
     assert alone == pytest.approx(size * 15 / 16 / node.between.rate, rel=0.05)
     assert inside < both < alone
-    assert links.seconds("all_reduce", size, range(8), node) == pytest.approx(2 * inside, rel=0.05)
+    assert collective_seconds("all_reduce", size, range(8), node) == pytest.approx(2 * inside, rel=0.05)
     # What is small goes over a tree.
-    assert links.seconds("all_reduce", 8, range(512), node) < 2 * (8 * 63 * node.inside.ring_s)
-    assert links.seconds("all_gather", size, [3], node) == 0
+    assert collective_seconds("all_reduce", 8, range(512), node) < 2 * (8 * 63 * node.inside.ring_s)
+    assert collective_seconds("all_gather", size, [3], node) == 0
 
 
 @pytest.mark.parametrize("name", devices())
@@ -211,20 +205,19 @@ def test_the_roofline():
     square, column = (8192, 8192), (8192, 1)
     large = product(flops=2 * 8192**3, shapes=(square, square), reads=((0, 1 << 28),), writes=((1, 1 << 27),))
     narrow = product(flops=2 * 8192**2, shapes=(square, column), reads=((0, 1 << 27),), writes=((1, 1 << 14),))
-    assert kernels.seconds(large, device) == pytest.approx(2 * 8192**3 / device.matmul_rate("bfloat16", 8192))
-    assert kernels.seconds(narrow, device) >= (1 << 27) / device.bandwidth
+    assert kernel_seconds(large, device) == pytest.approx(2 * 8192**3 / device.matmul_rate("bfloat16", 8192))
+    assert kernel_seconds(narrow, device) >= (1 << 27) / device.bandwidth
     # 16 groups of 512 rows, and the gradient of their weights.
     for shapes in (((8192, 2048), (16, 2048, 4096), (16,)), ((2048, 8192), (8192, 4096), (16,))):
         groups = product(flops=2 * 8192 * 2048 * 4096, shapes=shapes, reads=((0, 1),), writes=((1, 1),))
         expected = 2 * 8192 * 2048 * 4096 / device.matmul_rate("bfloat16", 512)
-        assert kernels.seconds(groups, device) == pytest.approx(expected)
+        assert kernel_seconds(groups, device) == pytest.approx(expected)
 
 
 # -- traced steps
 
 
-FAST, SLOW = 1e15, 1e4
-"""Bytes a second."""
+FAST, SLOW = 1e15, 1e4  # Bytes a second
 
 
 def played(layout: Layout, *bandwidths: float) -> tuple[list[Trace], list[list[Timeline]]]:
@@ -267,7 +260,7 @@ def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layo
         assert quickly.busy() == pytest.approx(slowly.busy())
     if len(traces) == 1:
         # Of no cost, messages do not hold up the host, which issues such small operators more slowly than they run.
-        issued = [each.call is not None or kernels.is_kernel(each) for each in traces[0].operations]
+        issued = [each.call is not None or is_kernel(each) for each in traces[0].operations]
         host = H100.cpu_s * (sum(issued) + 0.2 * (len(issued) - sum(issued)))
         assert fast[0].seconds == pytest.approx(host, rel=0.05)
     else:

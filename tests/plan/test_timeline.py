@@ -22,7 +22,7 @@ from meshwright.testing import pool
 from meshwright_run.journal import TimelineLog, timeline_logs
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
-from meshwright_watch import timelines
+from meshwright_watch import answers as timelines
 
 
 def _rank(path: str) -> None:
@@ -35,14 +35,12 @@ def _rank(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A directory with a corpus and what is made of it once."""
     directory = tmp_path_factory.mktemp("timelines")
     write_run(directory)
     return directory
 
 
 def _trained(workplace: Path, directory: Path, **changes: Any) -> Path:
-    """The output of a run on two ranks."""
     values = yaml.safe_load((workplace / "run.yaml").read_text(encoding="utf-8"))
     values |= {"steps": 4, "sample": None, "eval": {"sequences": 2}, "output_dir": str(directory / "out")} | changes
     path = directory / "run.yaml"
@@ -70,7 +68,7 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(wo
             assert times == sorted(times)
             assert times[0] >= 0
     # On one clock: no stage begins before what it needs was there.
-    found = timelines.look(output / "timeline", 4)
+    found = timelines.timeline_at(output / "timeline", 4)
     at = {(kind, stage, batch): span for row in found["measured"] for kind, stage, batch, *span in row["actions"]}
     for batch in range(4):
         assert at["F", 1, batch][0] >= at["F", 0, batch][1] - 1e-3
@@ -96,8 +94,6 @@ class _Recorder:
 
 @dataclass
 class _Manager:
-    """What is asked of a manager."""
-
     mesh: Any
     timeline: Any = None
 

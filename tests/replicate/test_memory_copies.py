@@ -33,8 +33,7 @@ from support.replication import (
 pytestmark = pytest.mark.slow
 MEMORY = re.compile(r"going on from memory, after step (\d+)")
 DISK = re.compile(r"going on from \S+/step-(\d+), after step")
-FAR = {"every": 1000, "replicate": "neighbour"}
-"""Checkpoints at the end alone."""
+FAR = {"every": 1000, "replicate": "neighbour"}  # Checkpoints at the end alone
 FSDP2: dict[str, Any] = {"strategy": "fsdp2", "nproc": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": FSDP2,
@@ -66,9 +65,7 @@ def whole(workplace: Path) -> Callable[[str], Run]:
     ("layout", "every"),
     [("pipeline", 2), *(pytest.param(layout, 1, marks=pytest.mark.zoo) for layout in ("fsdp2", "ddp"))],
 )
-def test_ranks_that_are_killed_go_on_from_the_step_before(
-    layout: str, every: int, whole: Callable[[str], Run], workplace: Path
-) -> None:
+def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, workplace):
     expected = whole(layout)
     copies = FAR | {"replicate": {"to": "neighbour", "every": every}}
     run = make_run(workplace, f"killed-{layout}", LAYOUTS[layout] | {"max_restarts": 3, "checkpoint": copies})
@@ -88,8 +85,7 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(
         end_session(process)
     assert_same(run, expected)
     told = [int(step) for step in MEMORY.findall(process.said)]
-    assert [line["start"] for line in events(run, "start")] == [0, *told]
-    assert len(told) == 2
+    assert ([line["start"] for line in events(run, "start")], len(told)) == ([0, *told], 2)
     assert not DISK.search(process.said)
     for at, go_on in zip(done[1:], told, strict=True):
         # The step in flight, and the copy of the one before it, may be lost.
@@ -102,9 +98,7 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(
 
 
 @pytest.mark.parametrize("loss", ["disk", "keeper", "bytes"])
-def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(
-    loss: str, whole: Callable[[str], Run], workplace: Path
-) -> None:
+def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(loss, whole, workplace):
     copies = {"every": 3, "keep_last": None, "replicate": "neighbour"}
     run = make_run(workplace, f"lost-{loss}", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
     process = train(run)
@@ -142,8 +136,7 @@ def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
     expected = make_run(workplace, "whole-fewer", settings)
     finish("train", str(expected.file), "--set", "model.attention_dropout=0.0")
     run = make_run(workplace, "fewer", settings | {"nproc": 4, "max_restarts": 3, "elastic": {}, "checkpoint": FAR})
-    # Four ranks do not get to the first step a second time.
-    broken = workplace / "broken"
+    broken = workplace / "broken"  # four ranks do not get to the first step a second time
     code = "import restart_targets; restart_targets.main()"
     run.file.write_text(run.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0"))
     command = [sys.executable, "-c", code, str(run.file), str(broken)]
@@ -196,7 +189,6 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
 
 
 def _on_nodes(nodes: Sequence[netns.Node], run: Run) -> list[Training]:
-    """Start torchrun on each node, with one rank."""
     port = free_port()
     return [
         Training(
@@ -212,9 +204,7 @@ def _on_nodes(nodes: Sequence[netns.Node], run: Run) -> list[Training]:
     ]
 
 
-def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
-    nodes: tuple[netns.Node, ...], whole: Callable[[str], Run], workplace: Path
-) -> None:
+def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, whole, workplace):
     run = make_run(workplace, "two-nodes", {"strategy": "fsdp2", "checkpoint": FAR})
     agents = _on_nodes(nodes, run)
     try:

@@ -30,11 +30,9 @@ from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, 
 from meshwright.checkpoint.places import DEFAULT
 from meshwright.testing import pool
 from meshwright_replicate import keepers, wire
-from meshwright_replicate.copier import Copier
+from meshwright_replicate.copier import Copier, Rooms
 from meshwright_replicate.keeper import Keeper
-from meshwright_replicate.keepers import Keepers, Node
-from meshwright_replicate.place import places_of
-from meshwright_replicate.room import Rooms
+from meshwright_replicate.keepers import Keepers, Node, places_of
 from meshwright_replicate.wire import Link
 from meshwright_run.fate import check_restarts
 from meshwright_run.run_file import RunConfig
@@ -139,8 +137,7 @@ def test_other_nodes_bring_and_take_files_and_no_more_and_nonsense_is_refused(lo
     for told in ({"step": 1}, {"run": "run"}, {"run": "run", "step": 1, "name": "a", "size": "many"}):
         with pytest.raises(OSError, match="the keeper refuses"):
             local.near.ask("put" if "size" in told else "seal", **told)
-    assert local.far.ask("list")["id"] == local.keeper.id
-    assert local.near.ask("list")["run"] == "run"
+    assert (local.far.ask("list")["id"], local.near.ask("list")["run"]) == (local.keeper.id, "run")
 
 
 # -- what is kept
@@ -211,8 +208,7 @@ def test_the_socket_of_a_keeper_goes_when_its_launcher_ends(tmp_path: Path) -> N
                 is_there = connection.connect_ex(name) == 0
             time.sleep(0.02)
         assert is_there
-        # Nobody waits for it yet: it is dead all the same.
-        launcher.kill()
+        launcher.kill()  # nobody waits for it yet: it is dead all the same
         assert keeper.wait(5) == 0
         assert not list(tmp_path.iterdir())
     finally:
@@ -283,8 +279,7 @@ def test_a_step_in_memory_is_read_as_a_checkpoint(local: Local, near: bool, monk
     verify(place, manifest, list(manifest.files))
     with place.open("tensors-00000.bin") as one, place.open("tensors-00000.bin") as other:
         one.seek(150)
-        assert other.read(3) == bytes([0, 1, 2])
-        assert one.read(3) == bytes([150, 151, 152])
+        assert (other.read(3), one.read(3)) == (bytes([0, 1, 2]), bytes([150, 151, 152]))
         one.seek(-1, os.SEEK_END)
         assert one.read() == content[-1:]
     with pytest.raises(OSError, match="no other"):
@@ -305,14 +300,12 @@ def test_rooms_hold_tensors_as_a_checkpoint_does_and_are_taken_in_turn() -> None
     assert bytes(first.view) == wanted
     assert rooms.filled(tensors) is first
     assert rooms.filled(tensors) is second
-    assert rooms.filled(tensors[:1]).size == 3
-    assert Rooms().filled([]).size == 0
+    assert (rooms.filled(tensors[:1]).size, Rooms().filled([]).size) == (3, 0)
 
 
 @pytest.mark.parametrize(("bandwidth", "seconds"), [("400KB/s", 0.5), (4e5, 0.5), (None, 0.0)])
 def test_bytes_are_sent_within_the_bandwidth(bandwidth: Any, seconds: float) -> None:
     asked = CheckpointConfig(replicate={"bandwidth": bandwidth}).copies
-    assert asked is not None
     paced = Copier._paced(SimpleNamespace(_bandwidth=asked.bytes_per_s), memoryview(bytes(200_000)))  # type: ignore[arg-type]
     began = time.monotonic()
     assert sum(part.nbytes for part in paced) == 200_000
@@ -372,7 +365,6 @@ def test_values_that_make_no_sense_are_refused() -> None:
             CheckpointConfig(replicate=replicate)
     for bandwidth, expected in (("1GB", 1e9), ("2.5MB/s", 2.5e6), (3, 3.0), (None, None)):
         found = CheckpointConfig(replicate={"bandwidth": bandwidth}).copies
-        assert found is not None
         assert found.bytes_per_s == expected
     assert CheckpointConfig(replicate="neighbour").copies == CheckpointConfig(replicate={}).copies
     assert CheckpointConfig().copies is None

@@ -18,7 +18,7 @@ import pytest
 
 from meshwright.base.processes import identity_of
 from meshwright_replicate import keeper, keepers, wire
-from meshwright_replicate.socket_file import listen_at, remove, socket_path
+from meshwright_replicate.wire import listen_at, remove, socket_path
 
 TOKEN = "a token"
 MARGIN_MB = 30
@@ -214,7 +214,7 @@ def test_one_keeper_for_one_name_in_a_directory_of_the_users_alone_and_dead_ones
     assert path.parent.parent == place
     assert path.parent.stat().st_mode & 0o777 == 0o700
     dead = path.with_name("dead.sock")
-    code = "import sys, pathlib, meshwright_replicate.socket_file as s; s.listen_at(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib, meshwright_replicate.wire as s; s.listen_at(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(dead)], check=True)
     assert dead.exists()
     first = listen_at(path)

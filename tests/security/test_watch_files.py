@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from support.watched import make_ranks, make_run, make_timeline, write_lines
 
 from meshwright_watch import server
+from meshwright_watch.columns import LONGEST, Tail
 from meshwright_watch.run import watched
-from meshwright_watch.tail import LONGEST, Tail
 
 PATHS = ["/", "/web/page.js", "/api/state", "/api/events?run=0", "/api/series?run=0&name=loss", "/api/ranks?run=0"]
 TOKEN = "a-token"

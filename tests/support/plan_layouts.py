@@ -26,8 +26,8 @@ from meshwright.strategy.stack import resolve
 from meshwright_plan import planned as planned_module
 from meshwright_plan import stages
 from meshwright_plan.allocator import LARGE_GRANULE
+from meshwright_plan.config import find_device
 from meshwright_plan.depth import NEARLY
-from meshwright_plan.device import find_device
 from meshwright_plan.planned import representatives, trace_rank
 from meshwright_plan.trace import Job, Trace, trace
 

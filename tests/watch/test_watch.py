@@ -25,14 +25,14 @@ from meshwright.base.errors import ConfigError
 from meshwright_run.report import read_metrics
 from meshwright_run.run_file import differing_settings
 from meshwright_run.stragglers import stragglers
-from meshwright_watch import server, timelines
-from meshwright_watch.columns import Columns, chosen, within
-from meshwright_watch.compare import compare
-from meshwright_watch.ranks import Ranks
-from meshwright_watch.run import WatchedRun, watched
-from meshwright_watch.tail import Tail, parse_lines
+from meshwright_watch import answers as timelines
+from meshwright_watch import server
+from meshwright_watch.answers import compare
+from meshwright_watch.columns import Columns, Tail, chosen, parse_lines, within
+from meshwright_watch.run import Ranks, WatchedRun, watched
 
 MOST = 1 << 20
+NUMBERS = st.one_of(st.floats(-1e6, 1e6), st.just(math.nan))
 
 
 # -- files that grow
@@ -85,8 +85,7 @@ def test_reading_is_bounded_and_of_a_window_the_first_torn_line_is_left_out(tmp_
 
 
 def test_lines_that_hold_no_object_are_counted_and_left_out() -> None:
-    lines = [b'{"a": 1}', b'{"a"', b"[1]", b"", b"nul\xff", b'{"b": NaN}', b"[" * 5000]
-    found, unread = parse_lines(lines)
+    found, unread = parse_lines([b'{"a": 1}', b'{"a"', b"[1]", b"", b"nul\xff", b'{"b": NaN}', b"[" * 5000])
     assert ([list(each) for each in found], unread) == ([["a"], ["b"]], 4)
     # Two that are wrong only together.
     assert parse_lines([b'{"a": 1}, {"b": 2}', b'{"c": 3}']) == ([{"c": 3}], 1)
@@ -116,7 +115,6 @@ def test_later_lines_replace_earlier_ones_as_for_a_run_that_resumes(tmp_path: Pa
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), max_size=40), st.integers(1, 7))
 def test_columns_are_those_of_reading_line_by_line(given_lines: list[tuple[int, int]], batch: int) -> None:
-    """Whatever the steps, keys and parts in which lines come."""
     keys: list[dict[str, Any]] = [
         {"a": 1.5},
         {"a": 2, "g": {"x": 3.0}},
@@ -138,14 +136,8 @@ def test_columns_are_those_of_reading_line_by_line(given_lines: list[tuple[int, 
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=400),
-    st.integers(2, 60),
-    st.integers(1, 1000),
-)
-def test_the_lowest_and_highest_of_all_are_drawn_whatever_is_left_out(
-    numbers: list[float], points: int, begin: int
-) -> None:
+@given(st.lists(NUMBERS, min_size=1, max_size=400), st.integers(2, 60), st.integers(1, 1000))
+def test_the_lowest_and_highest_of_all_are_drawn_whatever_is_left_out(numbers, points, begin):
     values = np.array(numbers)
     places = chosen(np.arange(begin, begin + len(values)), values, points)
     assert (np.diff(places) > 0).all()
@@ -190,10 +182,8 @@ def _column(values: list[float], first: int = 1) -> tuple[np.ndarray, np.ndarray
 def test_the_first_differing_step_and_the_first_that_has_parted() -> None:
     span = (None, None, 100)
     found = compare(_column([1.0, 2.0, 3.0, math.nan, 5.0]), _column([1.0, 2.0 + 1e-9, 3.0, math.nan, 5.1]), *span)
-    assert found["steps"] == 5
-    assert found["first"] == {"step": 2, "one": 2.0, "other": 2.0 + 1e-9}
-    assert found["parted"]["step"] == 5
-    assert found["largest"] == pytest.approx(0.1 / 5.1)
+    assert (found["steps"], found["first"]) == (5, {"step": 2, "one": 2.0, "other": 2.0 + 1e-9})
+    assert (found["parted"]["step"], found["largest"]) == (5, pytest.approx(0.1 / 5.1))
     assert (found["x"], found["y"][0]) == ([1, 2, 3, 4, 5], 0.0)
     # A lost value is a difference, and steps of one run alone are not compared.
     found = compare(_column([1.0, 2.0, 3.0]), _column([2.0, math.nan], first=2), *span)
@@ -251,8 +241,7 @@ def test_only_the_end_of_a_ranks_file_is_read_and_its_history_continues_where_it
     # One more on either side, to which lines go.
     assert (steps(1), steps(1, 100, 110)) == ([*range(1, 301)], [*range(99, 112)])
     write_lines(path, [{"step": step, "seconds": 9.0} for step in (299, 300, 301)])
-    assert steps(1) == [*range(1, 302)]
-    assert ranks.look(last=3)["parts"]["seconds"]["low"][1] == 9.0
+    assert (steps(1), ranks.look(last=3)["parts"]["seconds"]["low"][1]) == ([*range(1, 302)], 9.0)
     write_lines(path, [{"step": 201, "seconds": 2.0}])
     assert [steps(rank) for rank in (1, 0, 1)] == [[*range(1, 202)], [*range(1, 301)], [*range(1, 202)]]
     # Written anew, by a run that has resumed elsewhere: nothing is left of what was before.
@@ -263,15 +252,15 @@ def test_only_the_end_of_a_ranks_file_is_read_and_its_history_continues_where_it
 
 def test_a_timeline_is_on_the_clock_of_all_its_ranks(tmp_path: Path) -> None:
     make_timeline(tmp_path, steps=(10, 20))
-    found = timelines.look(tmp_path / "timeline")
+    found = timelines.timeline_at(tmp_path / "timeline")
     assert (found["steps"], found["step"]) == ([10, 20], 20)
     first, second = found["measured"]
     assert first["actions"][0] == ["F", 0, 0, 0.0, pytest.approx(0.011)]
     # Its step began a millisecond later.
     assert second["actions"][0][3] == pytest.approx(0.01 + 0.001, abs=1e-6)
     assert found["planned"]["schedule"] == "1F1B"
-    assert timelines.look(tmp_path / "timeline", 10)["step"] == 10
-    assert timelines.look(tmp_path / "none") == {"planned": None, "steps": [], "step": None, "measured": []}
+    assert timelines.timeline_at(tmp_path / "timeline", 10)["step"] == 10
+    assert timelines.timeline_at(tmp_path / "none") == {"planned": None, "steps": [], "step": None, "measured": []}
 
 
 # -- a run
@@ -310,9 +299,7 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
         ([event("end", 5, reason="done"), start(10, begin=5)], {"pid": 1, "host": "elsewhere"}, "running", ""),
     ],
 )
-def test_how_a_run_has_ended(
-    events: list[Any], holder: dict[str, Any] | None, expected: str, why: str, tmp_path: Path
-) -> None:
+def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [step_line(step) for step in range(1, 6)])
     write_lines(tmp_path / "events.jsonl", [start(10), *events])
     if holder is not None:
@@ -415,9 +402,7 @@ def test_the_page_and_its_parts_come_from_this_server_alone(client: TestClient) 
         (200, ["localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:6420", "192.168.0.7:80"]),
     ],
 )
-def test_only_addresses_and_localhost_are_names_of_this_machine(
-    status: int, hosts: list[str], client: TestClient
-) -> None:
+def test_only_addresses_and_localhost_are_names_of_this_machine(status, hosts, client):
     for host in hosts:
         assert [client.get(path, headers={"Host": host}).status_code for path in ("/", "/api/state")] == [status] * 2
 
@@ -428,7 +413,7 @@ def test_only_addresses_and_localhost_are_names_of_this_machine(
 @pytest.mark.slow
 def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path: Path) -> None:
     make_run(tmp_path / "x", 3)
-    modules = "server, run, answers; import meshwright_watch.command"
+    modules = "server, run, answers; import meshwright_watch.plugin"
     code = f"import sys; from meshwright_watch import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     command = [sys.executable, "-m", "meshwright", "watch", str(tmp_path / "x"), "--port", "0", "--no-browser"]

@@ -100,11 +100,9 @@ def test_two_runs_side_by_side_with_the_step_from_which_they_differ(two, opened)
     assert "owned" not in page.title().split("=")[0]
     assert page.locator("#events td", has_text="rank 2: OSError").count() == 1
     assert page.locator("#events td", has_text="restart").count() == 1
-    # Hiding one ends the comparison.
-    page.keyboard.press("2")
+    page.keyboard.press("2")  # hiding one ends the comparison
     page.wait_for_selector("#compare", state="hidden")
-    # One click away: what differs, closer.
-    page.keyboard.press("2")
+    page.keyboard.press("2")  # one click away: what differs, closer
     page.locator("#compare td button", has_text="step 200").first.click()
     page.wait_for_selector("#all:visible")
     page.keyboard.press("0")
@@ -215,12 +213,10 @@ def test_lines_that_are_added_are_shown_within_seconds(tmp_path, opened):
     write_lines(run / "metrics.jsonl", [step_line(51), step_line(52, loss=123.456)])
     _expect(page.locator(".facts dd").first).to_have_text("52 / 200")
     _expect(page.locator("#steps .legend b").first).to_have_text("123.5")
-    # A run that goes back to a checkpoint.
-    write_lines(run / "events.jsonl", [start(200, begin=40)])
+    write_lines(run / "events.jsonl", [start(200, begin=40)])  # A run that goes back to a checkpoint
     write_lines(run / "metrics.jsonl", [step_line(41, seed=1)])
     _expect(page.locator(".facts dd").first).to_have_text("41 / 200")
-    # A file that is replaced.
-    write_lines(run / "new", [step_line(step) for step in range(1, 8)])
+    write_lines(run / "new", [step_line(step) for step in range(1, 8)])  # A file that is replaced
     (run / "new").replace(run / "metrics.jsonl")
     _expect(page.locator(".facts dd").first).to_have_text("7 / 200")
     write_lines(run / "events.jsonl", [event("end", 7, reason="failed")])

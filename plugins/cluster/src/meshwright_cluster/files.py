@@ -1,13 +1,33 @@
-"""The files of a job for each target, and the command that submits them."""
+"""The files of a job for each target, and the command that submits them.
+
+[Note: tasks are ranks] srun starts each rank as a task, and `meshwright train` joins by Slurm's variables. torchrun in
+one task of each machine would kill ranks some time after a signal, and exit with a code of its own. GPUs are requested
+per machine, not per task, so that ranks can copy between them.
+
+[Note: requeueing] Slurm requeues a preempted job (--requeue) that still runs at the end of the grace period, but not
+one that has ended by then, nor one whose time is up. So the script requeues it when the ranks exit with the code of a
+stopped run. srun exits with the highest code of the ranks, and when one has failed it ends the others by SIGTERM; a
+rank that dies of it would exit with 143, as a stopped one. So ranks begin with SIGTERM ignored, until they save on it.
+The script itself gets no signal (`--signal` goes to steps), except from scancel: a cancelled job is not requeued.
+Source: man sbatch, man scontrol, slurm.conf (GraceTime, KillWait).
+
+[Note: SkyPilot] `sky jobs launch` restarts a task on other machines after a preemption. No signal reaches the ranks
+before, so a run resumes from its last periodic checkpoint. Variables tell each machine its number, and the first one's
+address. Source: SkyPilot's documentation, YAML specification and distributed jobs.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
+from typing import Any
 
 from meshwright.plugin import ConfigError, as_yaml, write_whole
 
-from . import Target, kubernetes, ray, skypilot, slurm
+from . import Target, kubernetes, ray
 from .job import RUN_FILE, Job
 
 _INSTALL = {
@@ -22,19 +42,19 @@ def files_of(job: Job, to: Target) -> dict[str, str]:
     """Return texts by file name, the submitted file first."""
     run = {RUN_FILE: as_yaml(dict(job.values))}
     if to == "slurm":
-        return {slurm.SCRIPT: slurm.batch_script(job), **run}
+        return {SCRIPT: batch_script(job), **run}
     if to == "kubernetes":
         # The run file is in the manifest.
         return {kubernetes.MANIFEST: "---\n".join(as_yaml(each, blocks=True) for each in kubernetes.manifests(job))}
     if to == "ray":
         return {ray.DRIVER: ray.driver(job), **run}
-    return {skypilot.TASK: as_yaml(skypilot.task(job), blocks=True), **run}
+    return {TASK: as_yaml(task(job), blocks=True), **run}
 
 
 def submission(job: Job, to: Target) -> list[str]:
     """Return the command that submits the files."""
     if to == "slurm":
-        return ["sbatch", str(job.directory / slurm.SCRIPT)]
+        return ["sbatch", str(job.directory / SCRIPT)]
     if to == "kubernetes":
         return ["kubectl", "apply", "-f", str(job.directory / kubernetes.MANIFEST)]
     if to == "ray":
@@ -42,7 +62,7 @@ def submission(job: Job, to: Target) -> list[str]:
         at = [] if address is None else ["--address", address]
         run = ["--", job.launch.python, ray.DRIVER]
         return ["ray", "job", "submit", *at, "--no-wait", "--working-dir", str(job.directory), *run]
-    return ["sky", "jobs", "launch", "--yes", "--detach-run", str(job.directory / skypilot.TASK)]
+    return ["sky", "jobs", "launch", "--yes", "--detach-run", str(job.directory / TASK)]
 
 
 def write(job: Job, files: dict[str, str]) -> None:
@@ -56,15 +76,105 @@ def write(job: Job, files: dict[str, str]) -> None:
 
 
 def submit(command: list[str]) -> int:
-    """Run the command that submits and return its exit code; raise ConfigError if it is not installed."""
     check_can_submit(command)
     return subprocess.run(command, check=False).returncode
 
 
 def check_can_submit(command: list[str]) -> None:
-    """Raise ConfigError if the command is not installed."""
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"{command[0]} is not installed here, so the job cannot be submitted. {_INSTALL[command[0]]}; or leave "
             f"--submit out, and submit the files from where it is."
         )
+
+
+SCRIPT = "job.sbatch"
+
+
+def batch_script(job: Job) -> str:
+    options = "\n".join(f"#SBATCH {option}" for option in _options(job))
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
+    command = [job.launch.python, "-m", "meshwright", "train", str(job.directory / RUN_FILE)]
+    setup = "".join(f"{line}\n" for line in job.launch.setup)
+    # Newer versions give a step none of the job's CPUs unless it asks itself.
+    cpus = [] if job.launch.cpus_per_rank is None else [f"--cpus-per-task={job.launch.cpus_per_rank}"]
+    srun = shlex.join(["srun", "--kill-on-bad-exit=1", *cpus])
+    stopped = job.config.checkpoint.stops_on.exit_code
+    return f"""#!/bin/bash
+{options}
+
+{setup}{exports}
+
+code=0
+{srun} bash -c 'trap "" TERM; exec "$@"' bash {shlex.join(command)} || code=$?
+if [ "$code" -eq {stopped} ]; then
+    # Saved, and stopped by a signal: go on when there is room.
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def _options(job: Job) -> Iterator[str]:
+    launch, slurm = job.launch, job.launch.slurm
+    yield f"--job-name={shlex.quote(job.name)}"
+    # Relative paths of the run file are relative to the current directory.
+    yield f"--chdir={shlex.quote(os.getcwd())}"
+    yield f"--nodes={launch.nodes}"
+    yield f"--ntasks-per-node={job.ranks_per_node}"
+    if job.gpus_per_node:
+        yield f"--gpus-per-node={job.gpus_per_node}"
+    if launch.cpus_per_rank is not None:
+        yield f"--cpus-per-task={launch.cpus_per_rank}"
+    if launch.memory_per_node is not None:
+        yield f"--mem={launch.memory_per_node}"
+    if launch.time_limit_s is not None:
+        yield f"--time={max(1, launch.time_limit_s // 60)}"
+    for name in ("partition", "account", "qos", "constraint"):
+        value = getattr(slurm, name)
+        if value is not None:
+            yield f"--{name}={shlex.quote(value)}"
+    yield f"--signal=TERM@{launch.grace_s}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    # sbatch replaces patterns with a %; %% is one.
+    yield f"--output={shlex.quote(str(job.directory).replace('%', '%%') + '/%x-%j.log')}"
+    yield from slurm.options
+
+
+TASK = "job.yaml"
+_RUN_FILE = f"~/.meshwright/{RUN_FILE}"
+
+
+def task(job: Job) -> dict[str, Any]:
+    launch, sky = job.launch, job.launch.skypilot
+    resources: dict[str, Any] = {"use_spot": sky.use_spot}
+    if sky.accelerators is not None:
+        resources["accelerators"] = f"{sky.accelerators}:{job.gpus_per_node}"
+    if launch.cpus_per_rank is not None:
+        resources["cpus"] = f"{launch.cpus_per_rank * job.ranks_per_node}+"
+    if launch.memory_per_node is not None:
+        number, unit = int(launch.memory_per_node[:-1]), launch.memory_per_node[-1]
+        resources["memory"] = f"{ {'M': -(-number // 1024), 'G': number, 'T': number * 1024}[unit] }+"
+    if sky.infra is not None:
+        resources["infra"] = sky.infra
+    if sky.image is not None:
+        resources["image_id"] = sky.image
+    # By default a job is restarted only after a preemption, not after a failure of the run.
+    resources["job_recovery"] = {"max_restarts_on_errors": launch.max_restarts}
+    found: dict[str, Any] = {"name": job.name, "resources": resources, "num_nodes": launch.nodes}
+    if sky.workdir is not None:
+        found["workdir"] = sky.workdir
+    buckets = {place: {"source": source, "mode": "MOUNT"} for place, source in sky.mounts.items()}
+    found["file_mounts"] = {_RUN_FILE: str(job.directory / RUN_FILE), **buckets}
+    found["envs"] = job.environment
+    return {**found, "run": _script(job)}
+
+
+def _script(job: Job) -> str:
+    command = job.torchrun("RUN", node_rank="RANK", address="FIRST")
+    # The machine's shell replaces these words, and nothing else.
+    shell = {"RUN": f'"$HOME/{_RUN_FILE[2:]}"', "--node-rank=RANK": '--node-rank="$SKYPILOT_NODE_RANK"'}
+    shell["--master-addr=FIRST"] = '--master-addr="$first"'
+    words = " ".join(shell.get(word, shlex.quote(word)) for word in command)
+    return "\n".join([*job.launch.setup, 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', f"exec {words}", ""])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.plugin import ConfigError, Degrees, get_registry, resolve
+from meshwright.plugin import ConfigError, Degrees, resolve
 from meshwright_run.data.order import check_batch_size
 from meshwright_run.run_file import RunConfig, hidden
 from meshwright_run.secrets import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned
@@ -24,34 +24,25 @@ from . import Target
 from .config import LaunchConfig
 
 RUN_FILE = "run.yaml"
-PORT = 29500
-"""torchrun's default; where the first machine listens."""
+PORT = 29500  # torchrun's default; where the first machine listens
 _OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-_STOP_S = 30
-"""Time for a launcher to end, besides the grace period."""
-_EARLY_S = 60
-"""Slurm may signal so much earlier than it is told to (man sbatch)."""
+_STOP_S = 30  # Time for a launcher to end, besides the grace period
+_EARLY_S = 60  # Slurm may signal so much earlier than it is told to (man sbatch)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run file as a job.
+    """A run file as a job."""
 
-    Attributes:
-        values: of the run file, with changes; `config` is the same, validated.
-        directory: of the job's files, absolute.
-        hides_secrets: whether its files have *** instead of secrets.
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # of the run file, with changes; `config` is the same, validated
     config: RunConfig
     launch: LaunchConfig
     ranks_per_node: int
     gpus_per_node: int
     degrees: Degrees
     name: str
-    directory: Path
-    hides_secrets: bool = False
+    directory: Path  # of the job's files, absolute
+    hides_secrets: bool = False  # whether its files have *** instead of secrets
 
     @property
     def world_size(self) -> int:
@@ -64,7 +55,6 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of all ranks."""
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         given: dict[str, str] = resolved(self.launch.env, "launch.env")
         if self.hides_secrets:
@@ -78,13 +68,10 @@ class Job:
         return bool(names) or hidden(self.values) != dict(self.values)
 
     def _secret_names(self, given: Mapping[str, str]) -> list[str]:
-        env = self.launch.env
-        return [
-            name for name, value in given.items() if isinstance(env[name], FromEnvironment) or is_secret(name, value)
-        ]
+        is_given = {name: isinstance(value, FromEnvironment) for name, value in self.launch.env.items()}
+        return [name for name, value in given.items() if is_given[name] or is_secret(name, value)]
 
     def shown(self) -> Job:
-        """Return the job for display, without secrets."""
         launch = self.launch.model_copy(update={"setup": [without_assigned(each) for each in self.launch.setup]})
         return replace(self, values=hidden(self.values), launch=launch, hides_secrets=True)
 
@@ -94,12 +81,7 @@ class Job:
         return self.launch.grace_s + _STOP_S
 
     def torchrun(self, run_file: str, *, node_rank: str | None = None, address: str | None = None) -> list[str]:
-        """Return the command of one machine.
-
-        Args:
-            node_rank, address: text that the machine replaces by its number, and by the first machine's name; None:
-                torchrun's own variables (PET_*) are set.
-        """
+        """Return the command of one machine, which replaces `node_rank` and `address`; None: PET_* are set."""
         command = [self.launch.python, "-m", "torch.distributed.run"]
         if node_rank is not None and address is not None:
             command += [f"--nnodes={self.launch.nodes}", f"--nproc-per-node={self.ranks_per_node}"]
@@ -111,25 +93,11 @@ class Job:
 
 
 def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory: Path | None = None) -> Job:
-    """Check that a run can be a job; see [Note: what a job needs].
-
-    Args:
-        values: of the run file; `config` is the same, validated.
-        directory: of the job's files; None: launch/NAME.
-
-    Raises:
-        MeshwrightError: as `meshwright train` does.
-    """
+    """Check that a run can be a job; see [Note: what a job needs]."""
     launch = config.section(LaunchConfig) or LaunchConfig()
     gpus, ranks = _on_each_node(config, launch)
-    _, degrees = resolve(
-        config.strategy,
-        config,
-        launch.nodes * ranks,
-        config=config.strategy_config,
-        wrapper_config=config.wrapper_config,
-        registry=get_registry(),
-    )
+    options: dict[str, Any] = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
+    degrees = resolve(config.strategy, config, launch.nodes * ranks, **options)[1]
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     _check_goes_on(config, to)
@@ -142,27 +110,25 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
     directory = directory and directory.absolute()
     # Raises where a variable that is taken from the environment is not set.
     resolved(launch.env, "launch.env")
-    _check_text({"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()})
+    texts = {"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()}
+    for where, text in _texts(texts):
+        if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
+            raise ConfigError(
+                f"{where}={text!r} has control characters, which the files of a job cannot have. Leave them out."
+            )
     if to == "skypilot":
-        _check_not_expanded({"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()})
+        for where, text in _texts({"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()}):
+            if "$" in text:
+                raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
     name = launch.name or _name(config.output_dir)
-    where = directory or Path("launch") / name
-    return Job(
-        # A single rank has no launcher, and would start as many ranks as there are devices.
-        values={key: value for key, value in values.items() if key != "launch"}
-        | ({"nproc": 1} if launch.nodes * ranks == 1 else {}),
-        config=config,
-        launch=launch,
-        ranks_per_node=ranks,
-        gpus_per_node=gpus,
-        degrees=degrees,
-        name=name,
-        directory=where.absolute(),
-    )
+    place = directory or Path("launch") / name
+    # A single rank has no launcher, and would start as many ranks as there are devices.
+    alone = {"nproc": 1} if launch.nodes * ranks == 1 else {}
+    values = {key: value for key, value in values.items() if key != "launch"} | alone
+    return Job(values, config, launch, ranks, gpus, degrees, name, place.absolute())
 
 
 def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
-    """Return the GPUs and the ranks of a machine."""
     ranks = launch.ranks_per_node or launch.gpus_per_node or (config.nproc if config.nproc != "auto" else None)
     if ranks is None:
         raise ConfigError(
@@ -184,7 +150,6 @@ def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
 
 
 def _check_goes_on(config: RunConfig, to: Target) -> None:
-    """Refuse a job that would not resume after a restart."""
     saving = config.checkpoint
     if not saving.saves:
         raise ConfigError(
@@ -212,7 +177,6 @@ def _check_goes_on(config: RunConfig, to: Target) -> None:
 
 
 def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
-    """Refuse an output directory that not all machines share."""
     path = PurePosixPath(config.output_dir)
     shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
     why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
@@ -244,22 +208,6 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
 def is_of_one_machine(path: str) -> bool:
     """Return whether a directory is certainly local to one machine."""
     return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
-
-
-def _check_text(values: Mapping[str, Any]) -> None:
-    """Refuse control characters, line separators and surrogates."""
-    for where, text in _texts(values):
-        if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
-            raise ConfigError(
-                f"{where}={text!r} has control characters, which the files of a job cannot have. Leave them out."
-            )
-
-
-def _check_not_expanded(values: Mapping[str, Any]) -> None:
-    """Refuse variables where SkyPilot would expand them."""
-    for where, text in _texts(values):
-        if "$" in text:
-            raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
 
 
 def _texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:

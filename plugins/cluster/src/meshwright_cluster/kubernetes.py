@@ -18,8 +18,7 @@ from meshwright.plugin import as_yaml
 from .job import PORT, RUN_FILE, Job
 
 MANIFEST = "job.yaml"
-_SETTINGS = "/etc/meshwright"
-"""Where a pod sees the run file."""
+_SETTINGS = "/etc/meshwright"  # Where a pod sees the run file
 _RANKS, _STORAGE, _RUN, _SHARED = "ranks", "storage", "run", "shm"
 
 
@@ -136,7 +135,6 @@ def _pytorch_job(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    """The fields of a pod besides its container."""
     kubernetes = job.launch.kubernetes
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": job.kill_after_s,

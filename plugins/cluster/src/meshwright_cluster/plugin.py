@@ -1,13 +1,67 @@
-"""Implement the hooks of this plugin. No torch in this module."""
+"""Hooks and command: `meshwright launch` makes, checks and submits the files of a cluster. Imports no torch."""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from meshwright.plugin import RunSection, hookimpl
+from meshwright.plugin import RunSection, Traceback, hookimpl, say, told
 
-from .command import launch
+from . import TARGETS, Target
 from .config import LaunchConfig, without_secrets
+
+
+def launch(
+    run_file: Annotated[Path, typer.Argument(help="A run file (YAML), with or without a section `launch`.")],
+    to: Annotated[Target, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")],
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Machines; short for launch.nodes.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", help="And ranks; short for launch.gpus_per_node.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", help="On CPUs; short for launch.ranks_per_node.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as launch.slurm.partition=gpu."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Directory of the files; launch/NAME is the default.")
+    ] = None,
+    submits: Annotated[bool, typer.Option("--submit", help="Submit the job, by the cluster's own command.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files, and write nothing.")] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Make a run file a job of a cluster: Slurm, Kubernetes, Ray or SkyPilot."""
+    short = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
+    with told(traceback):
+        from meshwright_run.run_file import load_run, read_values
+
+        from .files import check_can_submit, files_of, submission, submit, write
+        from .job import is_of_one_machine, plan_job
+
+        given = [f"launch.{name}={value}" for name, value in short.items() if value is not None]
+        changes = [*(assignments or []), *given]
+        config = load_run(run_file, changes)
+        job = plan_job(read_values(run_file, changes), config, to, out)
+        files, command = files_of(job, to), submission(job, to)
+        if dry_run:
+            for name, text in files_of(job.shown(), to).items():
+                say(f"# {job.directory / name}\n{text}\n")
+            return
+        if is_of_one_machine(config.output_dir):
+            say(f"note: {config.output_dir} is this machine's own; the job can go on only here\n", stderr=True)
+        if submits:
+            check_can_submit(command)
+        write(job, files)
+        say(f"{job.launch.nodes} x {job.ranks_per_node} ranks: {config.strategy} on {job.degrees}\n")
+        say(f"written {', '.join(str(job.directory / name) for name in files)}\n")
+        if submits:
+            raise SystemExit(submit(command))
+        say(f"submit  {shlex.join(command)}\n")
 
 
 @hookimpl

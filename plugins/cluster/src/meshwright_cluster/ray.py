@@ -26,7 +26,6 @@ def train(values: Mapping[str, Any]) -> None:
 
 
 def driver(job: Job) -> str:
-    """Return the text of the driver."""
     launch = job.launch
     resources = {} if launch.cpus_per_rank is None else {"CPU": launch.cpus_per_rank}
     backend = "cpu:gloo,cuda:nccl" if job.gpus_per_node else "gloo"

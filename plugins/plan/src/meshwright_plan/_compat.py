@@ -1,4 +1,9 @@
-"""Private names of torch that planning needs: fake tensors and fake process groups, with which torch tests itself."""
+"""Private names of torch that planning needs: fake tensors and fake process groups, with which torch tests itself.
+
+[Note: fake tensors] `Fakes` calls torch's mode without entering it, since an entered mode gives no memory to storages
+either, not even to messages of Python objects. torch's cache of results by shape computes a key that takes as long as
+all the rest; a shorter key here leads to its entry (`_cache_key`, `cache`, `_output_from_cache_entry` of torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -28,13 +33,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 class Fakes:
-    """Makes tensors that have a shape, a dtype and a device, but no memory; real ones may be among the arguments.
-
-    The mode is called, and not entered: an entered mode gives no memory to storages either, not even to those that
-    messages of Python objects are made of. Its own cache of results by shape computes a key that takes as long as all
-    the rest; here a shorter key leads to that entry. `_cache_key`, `cache` and `_output_from_cache_entry` are those of
-    torch 2.13.
-    """
+    """Makes tensors with a shape, dtype and device, but no memory; see [Note: fake tensors]."""
 
     _known: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
 

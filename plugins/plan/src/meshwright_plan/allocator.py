@@ -1,21 +1,19 @@
 """What torch's caching allocator reserves for the memory that a step holds.
 
 [Note: the allocator] With expandable segments each pool is one range of addresses that grows at its end, in granules of
-2 MiB for blocks of up to 1 MiB and of 20 MiB for larger ones; sizes are multiples of 512 B. A request takes the
-smallest free block that is large enough and splits it; the free block at the growing end is taken last. Free neighbours
-are merged, and nothing is returned to the device. Each stream has its own two pools.
+2 MiB for blocks of up to 1 MiB and of 20 MiB for larger ones; sizes are multiples of 512 B. A request splits the
+smallest free block that is large enough, the one at the growing end last. Free neighbours are merged. Each stream has
+its own two pools, and nothing is returned to the device.
 
-[Note: fixed segments] Without expandable segments a request that no free block can hold takes a segment of its own:
-2 MiB for up to 1 MiB, 20 MiB for less than 10 MiB, else its size in multiples of 2 MiB. Free blocks are merged within
-a segment only, and a large block is split only if more than 1 MiB is left. What torch returns before it runs out of
-memory is left out.
+[Note: fixed segments] Without them, a request that no free block can hold takes a segment: 2 MiB for up to 1 MiB,
+20 MiB for less than 10 MiB, else its size in multiples of 2 MiB. Free blocks are merged within a segment only, and a
+large block is split only if more than 1 MiB is left.
 
 [Note: streams of sharded data parallelism] FSDP gathers into memory of one stream and reduces into memory of another,
-where gradients stay; all else belongs to the computing stream. A trace runs on no streams: the operators that touch a
-block first tell its stream.
+where gradients stay. A trace runs on no streams: the operators that touch a block first tell its stream.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (`get_pool`, `get_free_block`, `should_split`,
-`try_allocate_expandable_block`, `free_block`); for streams torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+`try_allocate_expandable_block`, `free_block`); torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class _Pool:
         self._is_small, self._is_expandable = is_small, is_expandable
         self._least_left = 0 if is_small or is_expandable else SMALL
         self._next = 0
-        # Free blocks by size, and by both of their ends.
-        self._sizes: list[tuple[int, int]] = []
+        self._sizes: list[tuple[int, int]] = []  # free blocks by size, and by both of their ends
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
 
@@ -64,7 +61,6 @@ class _Pool:
         self.live[block] = (start, free)
 
     def free(self, block: int) -> None:
-        """Free a block and merge it with its free neighbours."""
         start, size = self.live.pop(block)
         before, behind = self._ends.get(start), self._starts.get(start + size)
         if behind is not None:
@@ -87,13 +83,11 @@ class _Pool:
         return start, free + missing
 
     def _segment(self, size: int) -> tuple[int, int]:
-        """Map a segment; see [Note: fixed segments]."""
         multiple = -(-size // SMALL_GRANULE) * SMALL_GRANULE
         free = SMALL_GRANULE if self._is_small else LARGE_GRANULE if size < LARGE_GRANULE // 2 else multiple
         self.mapped += free
         start = self._next
-        # With a gap of one byte, blocks of two segments are no neighbours.
-        self._next += free + 1
+        self._next += free + 1  # with a gap of one byte, blocks of two segments are no neighbours
         return start, free
 
     def _note(self, start: int, size: int) -> None:
@@ -117,7 +111,6 @@ class Allocator:
 
     @property
     def reserved(self) -> int:
-        """Bytes taken from the device."""
         return sum(each.mapped for each in self._segments.values())
 
     def change(self, block: int, change: int, stream: str = COMPUTE) -> None:

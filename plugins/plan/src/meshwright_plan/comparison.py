@@ -28,21 +28,15 @@ from meshwright_run.model_trial import memory_of_node
 from meshwright_run.preflight import find_model
 from meshwright_run.run_file import RunConfig
 
-from . import device as device_files
-from .config import asked_of
-from .device import Device
-from .job import job_of
+from .config import Device, asked_of, devices
+from .config import find_device as find_file
 from .meter import StepMeter
-from .model_flops import ModelFlops, model_flops
-from .planned import plan, sums_of
+from .planned import ModelFlops, job_of, model_flops, plan, sums_of
 from .trace import Job, groups
 
-LOOKED_AT = 2
-"""The step that is compared, from 0: the first makes what is kept, and the second may still settle."""
-TOLD_PERCENT = 1.0
-"""Smaller deviations count as none."""
-LIKE = "h100-80gb"
-"""Device whose figures stand for an accelerator that no file describes; its times are not reported."""
+LOOKED_AT = 2  # The step that is compared, from 0: the first makes what is kept, and the second may still settle
+TOLD_PERCENT = 1.0  # Smaller deviations count as none
+LIKE = "h100-80gb"  # Device whose figures stand for an accelerator that no file describes; its times are not reported
 CHANGES: tuple[tuple[str, ...], ...] = (
     ("strategy_config.activation_checkpointing=full",),
     ("micro_batch_size=1", "strategy_config.activation_checkpointing=full"),
@@ -53,25 +47,17 @@ CHANGES: tuple[tuple[str, ...], ...] = (
 
 @dataclass
 class Comparison:
-    """A run's monitor; see `meshwright_run.run_rank.Companion`.
+    """A run's monitor; see `meshwright_run.run_rank.Companion`."""
 
-    Attributes:
-        plan: from `planned.plan`; None, with `why_not`: the run cannot be planned.
-        has_time: whether the times of the plan's device are known.
-        sees_operators: whether operators can be observed: not where they are compiled.
-        found: bytes of the step that was observed, and collectives as in the plan.
-        seconds: of the steps so far.
-    """
-
-    plan: dict[str, Any] | None
+    plan: dict[str, Any] | None  # from `planned.plan`; None, with `why_not`: the run cannot be planned
     why_not: str = ""
     refusal: MeshwrightError | None = None
     model: ModelFlops = field(default_factory=lambda: ModelFlops(None))
     peak_flops: float | None = None
-    has_time: bool = False
-    sees_operators: bool = True
+    has_time: bool = False  # whether the times of the plan's device are known
+    sees_operators: bool = True  # whether operators can be observed: not where they are compiled
     found: dict[str, Any] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of the steps so far
     _meter: StepMeter | None = None
     _is_told: bool = False
     _is_of_device: bool = False
@@ -145,7 +131,6 @@ class Comparison:
                 new_console().print(line, highlight=False, soft_wrap=True)
 
     def compared(self) -> list[str]:
-        """Return where the plan was off, quantity by quantity."""
         told = (self.plan or {}).get("ranks", [{}])[0]
         lines = []
         # Operators show no workspaces; a device's allocator has them.
@@ -173,7 +158,12 @@ def compare(config: RunConfig, world_size: int) -> Comparison | None:
     comparison = _planned(config, world_size, job, device, has_time=has_time)
     if comparison.refusal is None:
         comparison.model = model_flops(job, objective)
-        comparison.peak_flops = peak_flops(find_device(config.device), _dtype(comparison.plan, config))
+        if comparison.plan is None:
+            dtype = str(find_model(config.model).dtype(config.model)).removeprefix("torch.")
+        else:
+            by_dtype: dict[str, int] = comparison.plan["ranks"][0]["flops_by_dtype"]
+            dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # that of most products
+        comparison.peak_flops = peak_flops(find_device(config.device), dtype)
     return comparison
 
 
@@ -218,20 +208,8 @@ def _advice(config: RunConfig, world_size: int, device: Device) -> str:
     return f"{nearest[1]} would still need {nearest[0] / 2**30:,.1f} GiB. Use more ranks, or a smaller model."
 
 
-def _dtype(found: dict[str, Any] | None, config: RunConfig) -> str:
-    """Return the dtype of most products of a run."""
-    if found is None:
-        return str(find_model(config.model).dtype(config.model)).removeprefix("torch.")
-    by_dtype: dict[str, int] = found["ranks"][0]["flops_by_dtype"]
-    return max(by_dtype, key=by_dtype.__getitem__, default="float32")
-
-
 def plan_of(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the plan of a run on so many ranks and its device.
-
-    Raises:
-        MeshwrightError: what is wrong with the run.
-    """
+    """Return the plan of a run on so many ranks and its device."""
     return plan(job_of(config, world_size), _device(config, world_size)[0])
 
 
@@ -241,16 +219,15 @@ def plan_of(config: RunConfig, world_size: int) -> dict[str, Any]:
 def _device(config: RunConfig, world_size: int) -> tuple[Device, bool]:
     """Return the device of a run, and whether times on it are known."""
     if (name := asked_of(config).device) is not None:
-        return device_files.find_device(name), True
+        return find_file(name), True
     kind = find_device(config.device)
     if kind.type != "cuda":
         # Allocators of the CPU return what is freed, and ranks on a node share its memory.
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        memory = memory_of_node() // max(1, ranks_here)
+        memory = memory_of_node() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         changes: dict[str, Any] = {"name": "this CPU", "memory_bytes": memory, "context_bytes": 0}
-        return device_files.find_device("cpu").model_copy(update=changes), False
+        return find_file("cpu").model_copy(update=changes), False
     found, known = torch.cuda.get_device_properties(kind), _known_here(kind)
-    base = known or device_files.find_device(LIKE)
+    base = known or find_file(LIKE)
     return base.model_copy(update={"name": found.name, "memory_bytes": found.total_memory}), known is not None
 
 
@@ -259,7 +236,7 @@ def _known_here(kind: torch.device) -> Device | None:
     if kind.type != "cuda":
         return None
     name = torch.cuda.get_device_properties(kind).name
-    return next((each for each in map(device_files.find_device, device_files.devices()) if name in each.known_as), None)
+    return next((each for each in map(find_file, devices()) if name in each.known_as), None)
 
 
 def peak_flops(kind: torch.device, dtype: str) -> float | None:

@@ -1,18 +1,23 @@
-"""The section `plan` of a run file. No torch in this module."""
+"""The section `plan` of a run file, and device files, which name their `sources`. No torch in this module.
+
+Rates of devices are per second, in floating-point operations and in bytes; times are in seconds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from meshwright.plugin import FinitePositive, FrozenModel
+from meshwright.plugin import ConfigError, FinitePositive, FrozenModel, nearest, parse_yaml, read_text, validated
 
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig
 
-LLAMA_3_FAILURES = 419 / (54 * 24 * 16_384)
-"""Unexpected interruptions per GPU hour in the pre-training of Llama 3 405B."""
+LLAMA_3_FAILURES = 419 / (54 * 24 * 16_384)  # Unexpected interruptions per GPU hour in the pre-training of Llama 3 405B
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -20,48 +25,163 @@ class PlanConfig(FrozenModel):
     """What is known of a run before it begins; see docs/plan.md."""
 
     enabled: bool = Field(
-        default=True,
-        description="Plan memory, traffic and time before the ranks start, and compare them with the third step.",
+        True, description="Plan memory, traffic and time before the ranks start, and compare them with the third step."
     )
     device: str | None = Field(
-        default=None,
+        None,
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
     when_too_large: Literal["refuse", "warn"] = Field(
-        default="refuse", description="What becomes of a run that would not fit into the memory of its device."
+        "refuse", description="What becomes of a run that would not fit into the memory of its device."
     )
     failures_per_rank_hour: float = Field(
-        default=LLAMA_3_FAILURES,
+        LLAMA_3_FAILURES,
         ge=0,
         allow_inf_nan=False,
         description="Failures of a rank in an hour, each of which ends the run; see docs/fleet.md. Default: those of "
         "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
     detection_s: Seconds | None = Field(
-        default=None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
+        None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
     )
     restart_s: Seconds = Field(
-        default=300.0,
+        300.0,
         description="Seconds from then until all ranks are there again, without reading. Default: assumed; MegaScale "
         "noticed and examined failures in less than ten minutes (arXiv:2402.15627).",
     )
     disk_bandwidth: FinitePositive = Field(
-        default=1e9,
+        1e9,
         description="Bytes a second that a node writes to, or reads from, the storage of checkpoints. Default: the "
         "next one, of 2,048 nodes.",
     )
     disk_bandwidth_total: FinitePositive = Field(
-        default=2e12,
+        2e12,
         description="Bytes a second of all nodes together. Default: what the storage of Llama 3 sustained "
         "(arXiv:2407.21783, section 3.3.1).",
     )
     copy_bandwidth: FinitePositive = Field(
-        default=4e9,
+        4e9,
         description="Bytes a second that a rank copies from its device to the memory of the host. Default: assumed.",
     )
 
 
 def asked_of(config: RunConfig) -> PlanConfig:
-    """Return the section of a run."""
     return config.section(PlanConfig) or PlanConfig()
+
+
+DEVICES = Path(__file__).parent / "devices"
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Part = Annotated[float, Field(gt=0, le=1)]
+Speed = Annotated[float, Field(ge=0, le=1)]
+RANGE_OF_EIGHT = 2.847  # Mean range of eight normally distributed numbers, in standard deviations
+
+
+class Link(FrozenModel):
+    """A link between devices."""
+
+    bandwidth: Positive = Field(description="Bytes a second that one device sends, while it receives as many.")
+    efficiency: Part = Field(description="The part of it that large messages reach.")
+    ring_s: Positive = Field(description="Seconds of a step of a ring.")
+    tree_s: Positive = Field(description="Seconds of a step of a tree, which carries little.")
+
+    @property
+    def rate(self) -> float:
+        return self.bandwidth * self.efficiency
+
+
+class Node(FrozenModel):
+    """A machine with its devices, and its links to others."""
+
+    ranks: int = Field(ge=1, description="Devices in a node; ranks fill nodes in their order.")
+    inside: Link = Field(description="Between devices of a node: NVLink, PCIe.")
+    between: Link = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
+    ring_begin_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
+    tree_begin_s: Positive = Field(description="Likewise on a tree.")
+    factors: Mapping[str, Positive] = Field(
+        {},
+        description="How many times as long the bytes of a kind of collective take as on a ring, where a library does "
+        "it in another way: gloo reduces and scatters by reducing all of it everywhere.",
+    )
+
+
+class Device(FrozenModel):
+    """One kind of accelerator and the nodes that it is in."""
+
+    name: str
+    memory_bytes: int = Field(gt=0)
+    bandwidth: Positive = Field(description="Bytes a second of its memory.")
+    bandwidth_efficiency: Part = Field(description="The part of it that kernels reach.")
+    flops: Mapping[str, Positive] = Field(description="Peak of matrix products, by dtype.")
+    matmul_efficiency: Mapping[str, Mapping[int, Part]] = Field(
+        description="The part of the peak that products reach, by dtype and by the smallest of their three sizes: of "
+        "the largest class that is not larger."
+    )
+    attention_efficiency: Part = Field(description="The part that fused attention reaches in forward.")
+    attention_backward_efficiency: Part = Field(description="Likewise in backward.")
+    spread: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="By what part the slowest of eight devices computes less than the fastest. All wait for it.",
+    )
+    kernel_s: Positive = Field(description="The least that a kernel takes.")
+    cpu_s: Positive = Field(description="What the host takes to issue an operator.")
+    workspace_bytes: int = Field(
+        ge=0, description="Memory that one handle of the library for matrix products holds, through torch's allocator."
+    )
+    context_bytes: int = Field(
+        2 << 30, ge=0, description="Memory that others hold: the driver's context, kernels, buffers of communication."
+    )
+    known_as: Sequence[str] = Field((), description="What drivers call it.")
+    is_host: bool = Field(
+        False,
+        description="Whether it is the host itself, which issues nothing while it computes, and whose allocator keeps "
+        "nothing that is freed.",
+    )
+    speed_beside_communication: Speed = Field(
+        1.0, description="The part of its speed at which it computes while a collective runs."
+    )
+    node: Node
+    sources: Mapping[str, str] = Field(description="Where figures are from.")
+
+    @property
+    def library_bytes(self) -> int:
+        """Bytes of cuBLAS workspaces: forward's thread and autograd's have a handle each (CublasHandlePool.cpp, torch
+        2.11).
+        """
+        return 2 * self.workspace_bytes
+
+    def pace(self, count: int) -> float:
+        """Return the speed of the slowest of `count` devices relative to one: Blom's estimate, for normal speeds."""
+        return 1 - self.spread / RANGE_OF_EIGHT * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+    def matmul_rate(self, dtype: str, smallest: int) -> float:
+        """Return the operations a second of a product in a dtype of `flops`, by the `smallest` of its three sizes."""
+        classes = self.matmul_efficiency[dtype]
+        below = [size for size in classes if size <= smallest]
+        least = min(classes)
+        part = classes[max(below)] if below else classes[least] * smallest / least
+        return self.flops[dtype] * part
+
+
+def devices() -> list[str]:
+    return sorted(path.stem for path in DEVICES.glob("*.yaml"))
+
+
+def find_device(name: str) -> Device:
+    """Return a device by its name in `devices`, or by the path of its YAML file (".yaml" or ".yml")."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else DEVICES / f"{name}.yaml"
+    if not path.is_file():
+        known = devices()
+        raise ConfigError(
+            f"there is no device {name!r}.{nearest(name, known)} Devices: {', '.join(known)}; or the path of a YAML "
+            f"file."
+        )
+    try:
+        values = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(values).__name__}.")
+    return validated(Device, values, where=str(path))

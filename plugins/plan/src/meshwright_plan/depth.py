@@ -1,10 +1,9 @@
 """What a large job holds, sends and takes, extrapolated from smaller jobs that are otherwise the same.
 
-Blocks are alike, and so are microbatches after the first: what a rank holds and sends grows by the same for each block,
-for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in both checks
-it; where the check fails (blocks differ, or another part of the step holds the most), the job is traced as it is.
-Seconds grow nearly evenly: what the check shows to be off is taken to grow with the blocks. What an allocator reserves
-beyond the peak varies from job to job: where the two largest show no growth, the most of all is taken.
+What a rank holds and sends grows by the same for each block, for each microbatch after the first, and for each pair of
+them. A few small jobs tell by how much, and one that is larger in both checks it; where the check fails, the job is
+traced as it is. Seconds grow nearly evenly: what the check shows to be off is taken to grow with the blocks. What an
+allocator reserves beyond the peak varies: where the two largest show no growth, the most of all is taken.
 
 [Note: frames] n + 1 points determine all that is linear in n numbers: its value anywhere is a sum of its values at the
 points, with weights whose sum is 1.
@@ -22,17 +21,14 @@ Numbers: TypeAlias = tuple[int, ...]
 Point: TypeAlias = tuple[Numbers, Numbers]
 """Size of a job: blocks (of each part of the model), and microbatches (and what else is counted)."""
 Report: TypeAlias = dict[str, Any]
-Terms: TypeAlias = Sequence[tuple[Fraction, Any]]
-"""Weights and values."""
+Terms: TypeAlias = Sequence[tuple[Fraction, Any]]  # Weights and values
 
 DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
 """Blocks of the models that are traced, the last of each to check; even, since some models alternate. The deeper ones
 are tried next, since in a shallow model the peak may lie elsewhere."""
-MICROBATCHES = (2, 3, 4)
-"""Likewise; the first microbatch differs from the others."""
+MICROBATCHES = (2, 3, 4)  # Likewise; the first microbatch differs from the others
 PEAK, PHASES, RESERVED = "peak_allocated_bytes", "peak_by_phase", "peak_reserved_bytes"
-NEARLY = (RESERVED, "step_seconds", "busy_seconds", PHASES)
-"""Values that need not grow evenly."""
+NEARLY = (RESERVED, "step_seconds", "busy_seconds", PHASES)  # Values that need not grow evenly
 
 
 class NotLinear(Exception):
@@ -41,16 +37,11 @@ class NotLinear(Exception):
 
 @dataclass(frozen=True)
 class Net:
-    """Small jobs that determine larger ones; see [Note: frames].
+    """Small jobs that determine larger ones; see [Note: frames]."""
 
-    Attributes:
-        blocks, microbatches: a frame each; a single point if all jobs have the same number.
-        check: a job that is larger than those of the frames.
-    """
-
-    blocks: tuple[Numbers, ...]
+    blocks: tuple[Numbers, ...]  # with `microbatches` a frame each; a single point if all jobs have the same number
     microbatches: tuple[Numbers, ...]
-    check: Point
+    check: Point  # a job that is larger than those of the frames
 
     @property
     def corners(self) -> list[Point]:
@@ -58,15 +49,10 @@ class Net:
 
     @property
     def points(self) -> list[Point]:
-        """All jobs to trace."""
         return list(dict.fromkeys([*self.corners, self.check]))
 
     def at(self, point: Point, found: Mapping[Point, Report]) -> Report:
-        """Return the report of a job from those of `points`; keys that the check lacks are not checked.
-
-        Raises:
-            NotLinear: the check fails, or the job is out of reach.
-        """
+        """Return the report of a job from those of `points`; raise NotLinear if the check fails."""
         told, checked = self.between(self.check, found), found[self.check]
         if not are_alike(told, checked):
             raise NotLinear
@@ -100,12 +86,7 @@ class Net:
 def at_full_size(
     found: Callable[[Sequence[Point]], Mapping[Point, Report]], layers: int | None, microbatches: int
 ) -> Report | None:
-    """Return the report of a step on many blocks and microbatches; None if few do not determine it, or are not fewer.
-
-    Args:
-        found: returns the reports of steps of size (blocks,), (microbatches,).
-        layers: blocks of the model; None: they cannot be changed.
-    """
+    """Return the report of a job from those (`found`) of small ones; None if these do not determine it."""
     wanted = (() if layers is None else (layers,), (microbatches,))
     for net in _nets(layers, microbatches):
         try:
@@ -116,13 +97,9 @@ def at_full_size(
 
 
 def _nets(layers: int | None, microbatches: int) -> list[Net]:
-    few: Sequence[int] = MICROBATCHES if microbatches > MICROBATCHES[-1] else [microbatches]
-    counts, last = tuple((each,) for each in few[:2]), (few[-1],)
-    nets = [
-        Net(((small,), (more,)), counts, ((check,), last))
-        for small, more, check in DEPTHS
-        if layers is not None and layers > small + more + check
-    ]
+    steps: Sequence[int] = MICROBATCHES if microbatches > MICROBATCHES[-1] else [microbatches]
+    counts, last, deep = tuple((each,) for each in steps[:2]), (steps[-1],), layers or 0
+    nets = [Net(((few,), (more,)), counts, ((most,), last)) for few, more, most in DEPTHS if deep > few + more + most]
     if microbatches > sum(MICROBATCHES):
         own = () if layers is None else (layers,)
         nets.append(Net((own,), counts, (own, last)))
@@ -130,11 +107,7 @@ def _nets(layers: int | None, microbatches: int) -> list[Net]:
 
 
 def _weights(frame: Sequence[Numbers], point: Numbers) -> list[Fraction]:
-    """Return the weights with which `point` is a sum of the frame's points; see [Note: frames].
-
-    Raises:
-        NotLinear: the frame is a single other point.
-    """
+    """Return the weights with which `point` is a sum of the frame's points; see [Note: frames]."""
     if len(frame) == 1:
         if frame[0] != point:
             raise NotLinear
@@ -153,11 +126,7 @@ def _weights(frame: Sequence[Numbers], point: Numbers) -> list[Fraction]:
 
 
 def mixed(terms: Sequence[tuple[Fraction, Report]]) -> Report:
-    """Return the weighted sum of reports: exact, except for `NEARLY`.
-
-    Raises:
-        NotLinear: see `_combined`.
-    """
+    """Return the weighted sum of reports: exact, except for `NEARLY`."""
     return {
         key: (nearly_combined if key in NEARLY else _combined)([(factor, report[key]) for factor, report in terms])
         for key in terms[0][1]
@@ -179,11 +148,7 @@ def _is_like(one: Any, other: Any, within: int) -> bool:
 
 
 def _combined(terms: Terms) -> Any:
-    """Return the exact weighted sum of values.
-
-    Raises:
-        NotLinear: their kinds differ, or the sum is no integer.
-    """
+    """Return the exact weighted sum; raise NotLinear if kinds differ, or the sum is no integer."""
     values = [value for _, value in terms]
     first = values[0]
     if isinstance(first, bool | str) and all(value == first for value in values):

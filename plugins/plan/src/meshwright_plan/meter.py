@@ -42,10 +42,8 @@ from meshwright.plugin import (
 from ._compat import in_backward
 
 OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "temporary", "other")
-LIBRARIES = "libraries"
-"""Owner of workspaces of libraries in a plan, which operators do not show."""
-ROUND_TO = 512
-"""Multiple of bytes in which CUDA's allocator counts memory."""
+LIBRARIES = "libraries"  # Owner of workspaces of libraries in a plan, which operators do not show
+ROUND_TO = 512  # Multiple of bytes in which CUDA's allocator counts memory
 _MAKES_OF_NUMBERS = "aten.lift_fresh"
 _NEW_EMPTY = torch.ops.aten.new_empty.default
 _MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
@@ -53,9 +51,7 @@ _MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a rank at one moment, by owner; `operator` made it so much. For a peak also those of activations by the
-    module that made them, without numbers of blocks, and the most in each part of the step.
-    """
+    """Bytes of a rank at one moment; for a peak also those of activations by module, and the most in each phase."""
 
     bytes: int
     owners: Mapping[str, int]
@@ -65,24 +61,13 @@ class Held:
 
 
 class StepMeter(Meter, UncompiledMode):
-    """Log what happens to memory in a step; nothing is compiled meanwhile.
-
-    Args:
-        is_real: whether collectives run, whose tensors may be in use for a moment longer than is planned.
-
-    Attributes:
-        after: observer of each operation once its memory is logged: one mode for both.
-        log: (block, change in bytes) since `begin`, beginning with what was held then.
-        phase: owner of new memory to which no rule of [Note: owners] before "activations" applies.
-        module: name of the module whose forward runs.
-        peaks: the most bytes in each `step_phase`.
-    """
+    """Log what happens to memory in a step; nothing is compiled meanwhile. `is_real`: collectives run."""
 
     def __init__(self, *, is_real: bool = False) -> None:
         super().__init__(round_to=ROUND_TO)
         self._is_real = is_real
         self.phase, self.module = "other", ""
-        self.after: Observer | None = None
+        self.after: Observer | None = None  # observer of each operation once its memory is logged: one mode for both
         self._made: dict[int, str] = {}
         self._forwards: dict[int, str] = {}
         self._owned: dict[int, str] = {}
@@ -90,7 +75,7 @@ class StepMeter(Meter, UncompiledMode):
         self._foreign: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks, self._changes = array("q"), array("q")
         self.peak, self._peak_at, self._operator = 0, 0, ""
-        self.peaks: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}  # the most bytes in each `step_phase`
 
     @property
     def log(self) -> Iterator[tuple[int, int]]:
@@ -98,12 +83,10 @@ class StepMeter(Meter, UncompiledMode):
 
     @property
     def logged(self) -> int:
-        """Length of `log`."""
         return len(self._blocks)
 
     @property
     def step_phase(self) -> str:
-        """The current part of the step: "forward", "backward" or "optimizer"."""
         if self.phase == "activations":
             return "backward" if in_backward() else "forward"
         return "optimizer"
@@ -120,7 +103,6 @@ class StepMeter(Meter, UncompiledMode):
         self._empty &= alive
 
     def own(self, tensors: Iterable[Tensor], owner: str) -> None:
-        """Set the owner of tensors that have none yet."""
         tensors = list(tensors)
         self.see(tensors)
         for tensor in tensors:
@@ -144,8 +126,7 @@ class StepMeter(Meter, UncompiledMode):
         before, name, given = len(self._blocks), name_of(operation), list(tensors_in((args, kwargs)))
         if self.phase != "other" and not name.startswith(_MAKES_OF_NUMBERS):
             self._note_foreign(given)
-        # As in `Meter.observe`.
-        self.see(given if operation.is_view else [*given, *tensors_in(result)])
+        self.see(given if operation.is_view else [*given, *tensors_in(result)])  # as in `Meter.observe`
         if name.startswith(_MAKES_EMPTY):
             self._empty.update(self._blocks[before:])
         elif operation.namespace in NAMESPACES:
@@ -181,8 +162,7 @@ class StepMeter(Meter, UncompiledMode):
             self._made[block.number] = "temporary" if is_backward else self.phase
             self._forwards[block.number] = self.module
         elif block.size == change > 0:
-            # It existed, and had no memory.
-            self._made[block.number] = "gathered"
+            self._made[block.number] = "gathered"  # it existed, and had no memory
 
     def _note_messages(self, values: Any, *, always: bool) -> None:
         """Note what was made for a collective: empty tensors, or with `always` all of them."""
@@ -202,7 +182,6 @@ class StepMeter(Meter, UncompiledMode):
         return Held(self.total, self._owners(len(self._blocks))[0], "")
 
     def owners(self) -> dict[int, str]:
-        """Return the owner of each block in `log`."""
         return {number: self._owner(number) for number in self._blocks}
 
     def _owner(self, number: int) -> str:

@@ -1,38 +1,69 @@
-"""A plan: what some ranks of a job hold, send and take on a device, as values of JSON."""
+"""A plan: what some ranks of a job hold, send and take on a device, as values of JSON; and the job of a run file.
+
+[Note: model FLOPs] The products of forward and backward of a row of the run's length, on one rank, counted on a trace:
+without recomputation, gradients of frozen weights, and experts that are not chosen. Of attention only pairs that act on
+each other count: about half of all where it is causal, which formulas such as 6 N + 12 L H S count whole. Its backward
+has four products of each pair; fused kernels compute the scores again, a fifth.
+Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B; Dao 2023, arXiv:2307.08691.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from meshwright.plugin import Collective, Degrees, Mesh, MeshwrightError, StrategyError, with_values
+import torch
+from torch import nn
+
+from meshwright.plugin import (
+    EMA,
+    BatchError,
+    Collective,
+    Degrees,
+    Given,
+    Mesh,
+    MeshSizes,
+    MeshwrightError,
+    Objective,
+    Observer,
+    StrategyError,
+    StrategyManager,
+    adapted_on_meta,
+    arithmetic,
+    check_names,
+    is_attention,
+    is_meta,
+    model_config,
+    name_of,
+    new_model,
+    optimizer_factory,
+    resolve,
+    try_optimization,
+    with_values,
+)
+from meshwright_run.layout import layout_of
+from meshwright_run.preflight import RunModel, data_and_model_config, find_model
+from meshwright_run.run_file import RunConfig
 
 from .allocator import reserved
-from .depth import Numbers, Point, at_full_size
-from .device import Device
+from .config import Device
+from .depth import DEPTHS, Numbers, Point, at_full_size
 from .meter import LIBRARIES
-from .stages import InStages, Tracer, from_small
+from .stages import InStages, from_small
 from .time import Timeline, play, stage_ranks
-from .trace import Job, Trace, traces
+from .trace import Job, NoValues, Trace, traces
 from .world import planned_world
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
 
 
 def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Trace some ranks of a job, and play their step on a device.
-
-    Args:
-        ranks: None: those that stand for all. The other stages of a pipeline are traced, too.
-
-    Returns:
-        Plain values; bytes and seconds, each the largest over the traced ranks.
-
-    Raises:
-        MeshwrightError: as training does.
-    """
+    """Trace ranks of a job (None: those that stand for all), play their step on a device, and return plain values."""
     asked = representatives(job.degrees) if ranks is None else list(ranks)
     reports = _stages(job, device, asked) if job.degrees.pp > 1 else [_report(job, device, rank) for rank in asked]
     busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
@@ -60,22 +91,14 @@ def fits(reserved_bytes: int, device: Device) -> bool:
 
 
 def representatives(degrees: Degrees) -> list[int]:
-    """Return ranks, ascending, such that each other one is like one of them.
-
-    Stages differ in what they hold, so the first two, the middle one and the last two are taken. Along the other axes
-    ranks have equal parts, or the first has the most and the last the least.
-    """
+    """Return ranks such that each other one is like one of them: of the first two, middle and last two stages."""
     of_stage = degrees.world_size // degrees.pp
     stages = {stage for stage in (0, 1, degrees.pp // 2, degrees.pp - 2, degrees.pp - 1) if 0 <= stage < degrees.pp}
     return sorted({*(stage * of_stage for stage in stages), degrees.world_size - 1})
 
 
 def trace_rank(job: Job, rank: int) -> Trace:
-    """Trace the step of one rank of a job, which need not exist.
-
-    Raises:
-        MeshwrightError: as training does; or the code reads values that a plan does not have.
-    """
+    """Trace the step of one rank of a job, which need not exist."""
     return trace_steps(job, rank, [job.microbatches])[0]
 
 
@@ -87,11 +110,7 @@ def trace_steps(job: Job, rank: int, counts: Sequence[int]) -> list[Trace]:
 
 @contextmanager
 def tracing(job: Job, rank: int) -> Iterator[Mesh]:
-    """Give a mesh on which a job is traced.
-
-    Raises:
-        StrategyError: for any error raised within that is no error of meshwright.
-    """
+    """Give a mesh on which a job is traced; raise StrategyError for any error within that is not meshwright's."""
     # A mesh of its own: what is made once for a mesh belongs to the first job on it.
     with planned_mesh(job, rank) as mesh:
         try:
@@ -109,11 +128,27 @@ def tracing(job: Job, rank: int) -> Iterator[Mesh]:
 
 @contextmanager
 def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
-    """Give the mesh of a job on a rank of a planned world."""
     with planned_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
         with with_values():
             mesh = Mesh(job.degrees, world)
         yield mesh
+
+
+@contextmanager
+def after_step(job: Job, rank: int) -> Iterator[StrategyManager]:
+    """Give the manager of a job whose model has trained a step on a planned rank."""
+    with tracing(job, rank) as mesh:
+        model, manager = job.built(mesh)
+        batches = [job.batch(model)]
+        manager.parallelize(model, NoValues())
+        del model
+        manager.build_optimizer(job.optimizer)
+        if job.ema is not None:
+            EMA(manager, job.ema)
+        manager.forward_backward(batches, num_tokens=manager.announce(batches))
+        manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
+        manager.optimizer_step()
+        yield manager
 
 
 def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
@@ -142,8 +177,7 @@ def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, An
     """Report ranks of a pipeline; from small pipelines where these determine them."""
     stages = _in_stages(job)
     if stages is not None:
-        tracer = Tracer(device, trace_steps, lambda found, line: _of_rank(found, line, device))
-        reports = from_small(job, stages, asked, tracer)
+        reports = from_small(job, stages, asked, device, trace_steps, lambda found, line: _of_rank(found, line, device))
         if reports is not None:
             return reports
     # All stages are played together; ranks of one stage take the same time.
@@ -151,14 +185,11 @@ def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, An
     traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}
     lines = {line.rank: line for line in _played([traces[rank] for rank in together], job, device)}
     of_stage = job.degrees.world_size // job.degrees.pp
-    return [
-        _of_rank(found, lines[rank if rank in lines else together[rank // of_stage]], device)
-        for rank, found in traces.items()
-    ]
+    lines = {rank: lines[rank if rank in lines else together[rank // of_stage]] for rank in traces}
+    return [_of_rank(found, lines[rank], device) for rank, found in traces.items()]
 
 
 def _in_stages(job: Job) -> InStages | None:
-    """Return what the strategy tells of its stages, if they can have fewer blocks."""
     if job.with_layers is None or not job.layers:
         return None
     with planned_mesh(job, 0) as mesh, with_values():
@@ -223,3 +254,119 @@ def sums_of(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
         row["calls"] += 1
         row["bytes"] += each.bytes
     return list(rows.values())
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs for each target of a row without masks, or None and why they are not known; see [Note: model FLOPs]."""
+
+    per_token: float | None
+    why_not: str = ""
+
+
+def model_flops(job: Job, objective: Objective | None = None) -> ModelFlops:
+    """Return what the model of a job needs for each token, in any layout; objectives are counted as the token loss."""
+    if objective is not None and not _counts_tokens(Given(objective)):
+        return ModelFlops(None, f"the {Given(objective).name} counts something else than tokens")
+    try:
+        stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
+        alone = replace(job, stack=stack, degrees=degrees, rows=1, microbatches=1)
+        return ModelFlops(_of_row(alone) / max(1, job.length - 1))
+    except MeshwrightError as error:
+        return ModelFlops(None, str(error))
+
+
+def _counts_tokens(given: Given) -> bool:
+    """Return whether an objective is divided by the number of targets, as far as a few rows tell."""
+    ids = torch.ones((given.rows, 4), dtype=torch.int64)
+    try:
+        return given.count([{"input_ids": ids, "labels": ids}]) in (None, given.rows * 3)
+    except BatchError:
+        return False
+
+
+def _of_row(job: Job) -> int:
+    of = functools.cache(lambda blocks: _traced(job.at_depth(blocks)))
+    for first, second, check in DEPTHS:
+        if job.with_layers is None or job.layers <= first + second + check:
+            break
+        growth = (of(second) - of(first)) / (second - first)
+        if of(second) + growth * (check - second) == of(check):
+            return int(of(check)) + round(growth * (job.layers - check))
+    return _traced(job)
+
+
+def _traced(job: Job) -> int:
+    products = _Products()
+    with tracing(job, 0) as mesh:
+        model, manager = job.built(mesh)
+        batches = [job.batch(model)]
+        module = manager.parallelize(model, NoValues() if is_meta(model) else None)
+        module.register_forward_pre_hook(products.begin)
+        with products:
+            manager.forward_backward(batches, num_tokens=manager.announce(batches))
+    return products.flops
+
+
+class _Products(Observer):
+    """Sum of products from the first forward on that a backward follows: the model may be tried before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self._has_begun = 0, False
+
+    def begin(self, *_: Any) -> None:
+        self._has_begun = self._has_begun or torch.is_grad_enabled()
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if not self._has_begun:
+            return
+        found = arithmetic(operation, args, kwargs, result)
+        if found and is_attention(operation) and "backward" in name_of(operation):
+            found = found * 4 // 5
+        self.flops += found
+
+
+def job_of(config: RunConfig, world_size: int) -> Job:
+    """Return what a run would do on so many ranks."""
+    stack, degrees, rows = layout_of(config, world_size)
+    steps = config.steps or 1
+    try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
+    found = find_model(config.model)
+    if found.directory is None and "vocab_size" not in config.model:
+        hf_config = data_and_model_config(config, found)[1]  # the tokenizer has the number
+    else:
+        hf_config = model_config(config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory)
+    make = functools.partial(_model, found, hf_config, found.dtype(config.model))
+    return Job(
+        stack,
+        degrees,
+        functools.partial(make, None),
+        optimizer_factory(config.optimizer),
+        microbatches=config.batch_size // (degrees.dp * rows),
+        rows=rows,
+        length=config.data.seq_len,
+        max_grad_norm=config.max_grad_norm,
+        grad_norm_type=config.grad_norm_type,
+        layers=getattr(hf_config.get_text_config(), "num_hidden_layers", 0),
+        with_layers=make,
+        ema=config.ema,
+        is_compiled=bool(getattr(stack.inner.config, "enable_compile", False)),
+        chunked=("tp",) if getattr(stack.inner.config, "enable_async_tensor_parallel", False) else (),
+    )
+
+
+def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:
+    hf_config = copy.deepcopy(hf_config)
+    if layers is not None:
+        text = hf_config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[:layers]
+    with torch.device("meta"):
+        model = new_model(hf_config, dtype, 0)
+    if found.adapters is None:
+        return model
+    check_names(found.adapters.config, model, where="model.peft")
+    adapted: nn.Module = adapted_on_meta(model, {"default": copy.deepcopy(found.adapters.config)})
+    return adapted

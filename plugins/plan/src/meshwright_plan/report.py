@@ -13,7 +13,6 @@ ALIGNED_LEFT = ("operator at the peak", "kind", "group", "dtype", "module", "fit
 
 
 def size_text(size: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
     for unit, one in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= one:
             return f"{size / one:,.2f} {unit}" if size < 100 * one else f"{size / one:,.0f} {unit}"
@@ -21,7 +20,6 @@ def size_text(size: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a number of seconds in the unit that suits it."""
     for unit, one in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= one:
             return f"{seconds / one:,.3g} {unit}" if seconds < 100 * one else f"{seconds / one:,.0f} {unit}"
@@ -34,7 +32,6 @@ def tables(plan: Mapping[str, Any]) -> list[Table]:
 
 
 def table(title: str, columns: Sequence[str], left: Sequence[str] = ALIGNED_LEFT) -> Table:
-    """Return an empty table whose columns are aligned right, except `left`."""
     made = Table(title=title)
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right")

@@ -1,13 +1,13 @@
 """Ranks of a pipeline, from pipelines of few stages, blocks and microbatches under the same schedule.
 
 [Note: small pipelines] What a rank of a pipeline holds and sends grows evenly with the blocks of each of its stages,
-with the microbatches of a step and, since it waits longer, with the stages; the first two ranks and the last two keep
-their places, and those between lie between the second and the last but one. The schedule says which numbers of
-microbatches are alike. So pipelines of three and four ranks are traced, or of all ranks with fewer blocks.
+with the microbatches of a step and with the stages; the first two ranks and the last two keep their places, and others
+lie between the second and the last but one. The schedule says which numbers of microbatches are alike. So pipelines of
+three and four ranks are traced, or of all ranks with fewer blocks.
 
-[Note: seconds] Which stage holds up others changes with their depth. So what a microbatch takes on each stage is what
-grows evenly, and the schedule's own order gives the time of a step. What that leaves out (messages, the optimizer, what
-is gathered first and reduced last) is what small pipelines take more when their stages are played together.
+[Note: seconds] Which stage holds up others changes with their depth. So the time of a microbatch on each stage is what
+grows evenly, and the schedule's order gives the time of a step. What that leaves out (messages, the optimizer, the
+first gather and the last reduction) is what small pipelines take more when their stages are played together.
 """
 
 from __future__ import annotations
@@ -17,34 +17,29 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pydantic import BaseModel
 
 from meshwright.plugin import MeshwrightError
 
 from .allocator import COMPUTE
+from .config import Device
 from .depth import Net, NotLinear, Numbers, Point, Report, are_alike, mixed
-from .device import Device
 from .time import Timeline, play
 from .trace import Job, Trace
 
-DEPTHS = ((2, 3, 4), (4, 6, 8))
-"""Blocks of a stage, the last to check."""
-FEW, MORE, CHECK = 3, 4, 5
-"""Ranks of small pipelines, the last to check."""
-MESHES = 4096
-"""Tolerance for lists of ranks, which grow with the pipeline in steps [bytes]."""
+Steps: TypeAlias = Callable[[Job, int, Sequence[int]], list[Trace]]  # of a rank, with each number of microbatches
+Reporting: TypeAlias = Callable[[Trace, Timeline], Report]
+DEPTHS = ((2, 3, 4), (4, 6, 8))  # Blocks of a stage, the last to check
+FEW, MORE, CHECK = 3, 4, 5  # Ranks of small pipelines, the last to check
+MESHES = 4096  # Tolerance for lists of ranks, which grow with the pipeline in steps [bytes]
 
 
 class InStages(Protocol):
-    """What the `in_stages(model)` of a strategy that divides models into stages returns.
+    """What the `in_stages(model)` of a strategy that divides models into stages returns."""
 
-    Attributes:
-        blocks: of each stage.
-    """
-
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # of each stage
 
     def with_blocks(self, blocks: Sequence[int]) -> BaseModel:
         """Return options under which stages have so many blocks."""
@@ -56,38 +51,21 @@ class InStages(Protocol):
         """Return the rank of each stage."""
 
     def seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
-        """Return the time of a step if messages take none.
-
-        Args:
-            costs: of a sequence on each stage, forward and backward [s].
-            forward: the share of it that is not in a backward.
-        """
+        """Return the time of a step from the costs of a sequence on each stage [s], if messages take none."""
 
 
-@dataclass(frozen=True)
-class Tracer:
-    """How ranks are traced: `steps` with each number of microbatches, and the report of a step that was played."""
-
-    device: Device
-    steps: Callable[[Job, int, Sequence[int]], list[Trace]]
-    told: Callable[[Trace, Timeline], Report]
-
-
-def from_small(job: Job, stages: InStages, asked: Sequence[int], tracer: Tracer) -> list[Report] | None:
-    """Return the reports of ranks of a pipeline; see [Note: small pipelines].
-
-    Returns:
-        None if small pipelines do not determine them, or are no smaller.
-    """
+def from_small(
+    job: Job, stages: InStages, asked: Sequence[int], device: Device, steps: Steps, report: Reporting
+) -> list[Report] | None:
+    """Return the reports of ranks of a pipeline; None if small ones do not determine them, or are no smaller."""
     known: dict[tuple[Point, int], Trace] = {}
     of_stage = job.degrees.world_size // job.degrees.pp
     for net, further in _nets(job, stages):
-        small = _SmallPipelines(job, stages, tracer, net, further, asked[0] % of_stage, known)
+        small = _SmallPipelines(job, stages, device, steps, report, net, further, asked[0] % of_stage, known)
         try:
             return small.of_ranks(asked)
         except (NotLinear, MeshwrightError):
-            # Small ones may be refused where large ones are not.
-            continue
+            continue  # small ones may be refused where large ones are not
     return None
 
 
@@ -129,13 +107,13 @@ def _parts(placement: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class _SmallPipelines:
-    """The small pipelines of a net; `further` is one more point to check, `first` the place within their stages of the
-    ranks that are played together.
-    """
+    """The small pipelines of a net; `further` is one more point to check, `first` a place within stages."""
 
     job: Job
     stages: InStages
-    tracer: Tracer
+    device: Device
+    steps: Steps
+    report: Reporting
     net: Net
     further: Point | None
     first: int
@@ -144,15 +122,12 @@ class _SmallPipelines:
     told: dict[tuple[Point, int], Report] = field(default_factory=dict)
 
     def of_ranks(self, asked: Sequence[int]) -> list[Report]:
-        """Return the reports of ranks; see `from_small`."""
         of_stage, first, wanted = self.of_stage, self.first, {*asked}
         # Most that does not grow evenly shows on one rank.
         self._trace(self.net.points, lambda ranks: {first})
         self._check(self.net.check, {first})
-        self._trace(
-            self.net.corners,
-            lambda ranks: {*self._small(wanted, ranks), *range(first, ranks * of_stage, of_stage)},
-        )
+        stages = range(first, of_stage * self.job.degrees.pp, of_stage)
+        self._trace(self.net.corners, lambda ranks: {*self._small(wanted, ranks), *stages[:ranks]})
         self._trace([self.net.check], lambda ranks: self._small(wanted, ranks))
         if self.further is not None:
             self._trace([self.further], lambda ranks: {first, of_stage + first})
@@ -170,17 +145,14 @@ class _SmallPipelines:
 
     @property
     def of_stage(self) -> int:
-        """Ranks of a stage."""
         return self.job.degrees.world_size // self.job.degrees.pp
 
     @functools.cached_property
     def is_short(self) -> bool:
-        """Whether small pipelines have fewer ranks."""
         return len(self.net.microbatches[0]) > 1
 
     @property
     def few(self) -> int:
-        """Ranks of the smallest pipelines."""
         return self.ranks(self.net.corners[0])
 
     def ranks(self, point: Point) -> int:
@@ -225,7 +197,7 @@ class _SmallPipelines:
                     missing[point[0], ranks, rank].append(point)
         for (blocks, ranks, rank), steps in missing.items():
             steps = sorted(steps, key=lambda point: point[1][0])
-            found = self.tracer.steps(self._job(blocks, ranks), rank, [int(point[1][0]) for point in steps])
+            found = self.steps(self._job(blocks, ranks), rank, [int(point[1][0]) for point in steps])
             self.known.update({(point, rank): each for point, each in zip(steps, found, strict=True)})
 
     def _job(self, blocks: Numbers, ranks: int) -> Job:
@@ -238,8 +210,7 @@ class _SmallPipelines:
 
     def _play(self, traces: Sequence[Trace], ranks: int, *, waits: bool) -> list[Timeline]:
         job, degrees = self.job, replace(self.job.degrees, pp=ranks)
-        device = self.tracer.device
-        return play(traces, degrees, device, is_compiled=job.is_compiled, chunked=job.chunked, waits=waits)
+        return play(traces, degrees, self.device, is_compiled=job.is_compiled, chunked=job.chunked, waits=waits)
 
     def _alone(self, point: Point, rank: int) -> Timeline:
         if (point, rank) not in self.played:
@@ -272,18 +243,22 @@ class _SmallPipelines:
         made = mixed(terms)
         made["step_seconds"] += self._ordered(list(self.stages.blocks), ranks, count)
         busy = made["busy_seconds"]
-        made["busy_seconds"] = {_named(name, stage, within, ranks, self.of_stage): busy[name] for name in busy}
+        made["busy_seconds"] = _renamed(busy, lambda away: (stage + away) % ranks * self.of_stage + within)
         return {**made, "rank": rank}
 
     def _told(self, point: Point, rank: int, *, is_timed: bool = False) -> Report:
         """Return the report of a rank of a small pipeline; its seconds are those that the schedule leaves out."""
         ranks, stage = self.ranks(point), rank // self.of_stage
         if (point, rank) not in self.told:
-            self.told[point, rank] = self.tracer.told(self.known[point, rank], self._alone(point, rank))
+            self.told[point, rank] = self.report(self.known[point, rank], self._alone(point, rank))
         report = dict(self.told[point, rank])
         del report["rank"], report["step_seconds"]
-        busy = report["busy_seconds"]
-        report["busy_seconds"] = {_by_place(name, stage, ranks, self.of_stage): busy[name] for name in busy}
+
+        def distance(to: int) -> int:
+            away = (to // self.of_stage - stage) % ranks
+            return -1 if away == ranks - 1 else away
+
+        report["busy_seconds"] = _renamed(report["busy_seconds"], distance)
         if is_timed and point in self.net.corners:
             ordered = self._ordered(self._counts(point[0], ranks), ranks, int(point[1][0]))
             report["step_seconds"] = self._together(point)[stage].seconds - ordered
@@ -298,8 +273,7 @@ class _SmallPipelines:
         costs = [self._of_block * count for count in counts]
         for rank in range(ranks):
             own = [stage for stage, place in enumerate(placement) if place == rank]
-            # The stage of the smallest pipelines that is like this one.
-            last = self.few - 1
+            last = self.few - 1  # the stage of the smallest pipelines that is like this one
             like = rank if rank < min(2, last) or self.few == ranks else last if rank == ranks - 1 else 1
             # The embedding and the head.
             ends = [stage for stage in own if stage in (0, len(counts) - 1)][-1:] or own
@@ -323,7 +297,6 @@ class _SmallPipelines:
 
     @functools.cached_property
     def _of_block(self) -> float:
-        """Seconds of a sequence on a block."""
         small, large = self.net.blocks[0], self.net.blocks[-1]
         more = self._blocks_of(large, self._middle) - self._blocks_of(small, self._middle)
         if not more:
@@ -334,9 +307,8 @@ class _SmallPipelines:
     def _beside(self) -> list[float]:
         """Seconds of a sequence outside blocks, by stages of the smallest pipelines."""
         blocks = self.net.blocks[0]
-        return [
-            self._sequence(blocks, stage) - self._of_block * self._blocks_of(blocks, stage) for stage in range(self.few)
-        ]
+        stages, of_block = range(self.few), self._of_block
+        return [self._sequence(blocks, each) - of_block * self._blocks_of(blocks, each) for each in stages]
 
     @functools.cached_property
     def _forward(self) -> float:
@@ -349,16 +321,6 @@ class _SmallPipelines:
         return seconds["forward"] / sum(seconds.values())
 
 
-def _by_place(stream: str, stage: int, ranks: int, of_stage: int) -> str:
-    """Return the name of a stream to another stage's rank by the distance to that."""
-    if not stream.startswith("to "):
-        return stream
-    away = (int(stream[3:]) // of_stage - stage) % ranks
-    return f"to {away - ranks if away == ranks - 1 else away}"
-
-
-def _named(stream: str, stage: int, within: int, ranks: int, of_stage: int) -> str:
-    """Return the stream's own name, from that of `_by_place`."""
-    if not stream.startswith("to "):
-        return stream
-    return f"to {(stage + int(stream[3:])) % ranks * of_stage + within}"
+def _renamed(busy: dict[str, float], place: Callable[[int], int]) -> dict[str, float]:
+    """Return seconds of streams; those of messages, named by a rank or a distance, are named anew."""
+    return {f"to {place(int(name[3:]))}" if name.startswith("to ") else name: busy[name] for name in busy}

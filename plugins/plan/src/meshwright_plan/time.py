@@ -2,41 +2,183 @@
 
 [Note: streams] The host issues operators in order and runs ahead of the device. A device computes on one stream, and
 the collectives of each group run in order on a stream of their own. An operator waits for the last one on another
-stream that has written what it reads or writes. So communication is hidden behind what does not need it, as far as the
-traced code allows.
+stream that has written what it reads or writes, so communication is hidden behind what does not need it.
 
-[Note: waits of sharded data parallelism] FSDP also waits so as to hold little: a unit is gathered only when the unit
-before the last has been copied out of its buffer, and gradients are packed only when those of the unit before have
-been reduced. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `wait_for_unshard`, `post_backward`.)
+[Note: waits of sharded data parallelism] FSDP gathers a unit only when the unit before the last has been copied out of
+its buffer, and packs gradients only when those of the unit before have been reduced
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `wait_for_unshard`, `post_backward`).
 
-[Note: hosts] A device may be the host itself, as a CPU is: it has one computing stream, and issues nothing while it
-computes. Collectives are still carried meanwhile, by threads of their own, but with the same cores; so it may compute
-less, or nothing, while they run. Accelerators, too, may give a part of themselves to collectives.
+[Note: hosts] A CPU is its own host: it has one computing stream, and issues nothing while it computes. Collectives are
+carried by threads of their own on the same cores, so it computes less meanwhile. So may accelerators.
 
-[Note: the slowest] Devices of one kind differ in speed, and each step waits for all. So all compute as the slowest is
-expected to, which of many is slower than of few.
+[Note: the slowest] Devices of one kind differ in speed, and each step waits for all: all compute as the slowest does.
 
 [Note: pipelines] All stages are played together. A message leaves when it is made and arrives when the link has carried
 it; whoever reads it waits. Bubbles follow from this.
+
+[Note: rings and trees] A ring over n ranks on m nodes takes n - 1 steps to gather or to reduce and scatter, of which
+m - 1 go between nodes, and twice as many to do both. Each device passes nearly the whole tensor on inside of its node;
+what enters a node is shared by the group's devices there, each over its own rail. A tree reduces and sends back in
+steps that grow with log2(m), at `TREE_RATE` times the rate of a ring: small messages take it. This is the model by
+which NCCL chooses among its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
+
+[Note: causal attention] An attention has two products of each pair of a query and a key that act on each other, and its
+backward five (Dao, arXiv:2307.08691). With neither a mask nor `is_causal` all pairs act. A mask is taken for the causal
+one whose last query is that of the last key, as parts of a sequence have it under context parallelism.
+
+[Note: groups] A grouped product, as experts have it, is as fast as the product of one group: the rows of all, which are
+the largest size, divided by the number of groups.
+
+[Note: fusion] Compiled code runs consecutive operators without products as one kernel, which reads what they have not
+made themselves and writes what is read later.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from meshwright.plugin import Degrees, MeshError
+from meshwright.plugin import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees, MeshError
 
-from . import kernels, links
 from .allocator import COMPUTE, GATHER, REDUCE, streams
-from .device import Device
+from .config import Device, Node
 from .trace import Operation, Trace
 
-Message: TypeAlias = tuple[int, int, int]
-"""Ranks from and to, and the number of the message between them."""
+MESSAGES = ("send", "recv", "recv_any_source")
+TREE_RATE = 0.5 / 3.8
+"""Rate of a tree by that of a ring: it sends up and down, and short messages carry flags with their data."""
+
+
+def members(group: str, rank: int, degrees: Degrees, size: int) -> list[int]:
+    """Return the ranks of the group (axis, view, or else neighbours) of `size` ranks that `rank` is in."""
+    for axes in (ROOT_AXES, EXPERT_AXES):
+        wanted = VIEWS.get(group, (group,))
+        if not set(wanted) <= set(axes):
+            continue
+        strides, stride = {}, 1
+        for axis in reversed(axes):
+            strides[axis] = stride
+            stride *= getattr(degrees, axis)
+        found = [rank - sum(rank // strides[a] % getattr(degrees, a) * strides[a] for a in wanted)]
+        for axis in wanted:
+            found = [each + i * strides[axis] for each in found for i in range(getattr(degrees, axis))]
+        if len(found) == size:
+            return found
+    first = rank // size * size
+    return list(range(first, first + size))
+
+
+def collective_seconds(kind: str, size: float, ranks: Sequence[int], node: Node) -> float:
+    """Return the time of one collective of a tensor of `size` bytes, once all ranks have come to it."""
+    count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
+    if count == 1:
+        return 0.0
+    size = size * node.factors.get("send" if kind in MESSAGES else kind, 1.0)
+    outer = node.inside if nodes == 1 else node.between
+    if kind in MESSAGES:
+        return outer.ring_s + size / outer.rate
+    near, away = passed(kind, size, ranks, node)
+    carried = max(near / node.inside.rate, away / node.between.rate)
+    if kind == "all_to_all":
+        return node.ring_begin_s + outer.ring_s + carried
+    here, rounds = count / nodes, 2 if kind == "all_reduce" else 1
+    ring_steps = (count - nodes) * node.inside.ring_s + (nodes - 1) * node.between.ring_s
+    ring = node.ring_begin_s + (rounds * ring_steps + carried)
+    if kind not in ("all_reduce", "broadcast"):
+        return ring
+    rate = (node.inside.rate if nodes == 1 else min(node.inside.rate, here * node.between.rate)) * TREE_RATE
+    steps = (here - 1) * node.inside.tree_s + math.log2(nodes) * node.between.tree_s
+    return min(ring, node.tree_begin_s + rounds * steps + size / rate)
+
+
+def passed(kind: str, size: float, ranks: Sequence[int], node: Node) -> tuple[float, float]:
+    """Return the bytes that each device sends inside of its node and to other nodes, on a ring."""
+    count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
+    if count == 1 or kind.startswith("recv"):
+        return 0.0, 0.0
+    here = count / nodes
+    if kind == "send":
+        return (size, 0.0) if nodes == 1 else (0.0, size)
+    if kind == "all_to_all":
+        return (here - 1) / count * size, (count - here) / count * size
+    rounds = 2 if kind == "all_reduce" else 1
+    near = size * (count - 1) / count if here > 1 else 0.0
+    return rounds * near, rounds * size * (nodes - 1) / nodes / here
+
+
+VIEW_COST = 0.2  # Host time of an operator that issues no kernel, in operators
+ALLOCATES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
+_PICKS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
+
+
+def is_kernel(operation: Operation) -> bool:
+    """Return whether the device has work to do: the host alone makes views and empty tensors."""
+    return bool(operation.writes) and not operation.name.startswith(ALLOCATES)
+
+
+def kernel_seconds(operation: Operation, device: Device, pace: float = 1.0) -> float:
+    """Return the time of an operator by itself; its arithmetic runs at `pace` times the speed of the device."""
+    moved = sum(size for _, size in (*operation.reads, *operation.writes))
+    if any(name in operation.name for name in _PICKS):
+        moved = min(moved, 2 * sum(size for _, size in operation.writes))
+    memory = moved / (device.bandwidth * device.bandwidth_efficiency)
+    return max(device.kernel_s, memory, _arithmetic(operation, device) / pace)
+
+
+def _arithmetic(operation: Operation, device: Device) -> float:
+    if not operation.flops:
+        return 0.0
+    dtype = str(operation.dtype).removeprefix("torch.")
+    dtype = "float8" if dtype.startswith("float8") else dtype
+    known = dtype if dtype in device.flops else "float32"
+    if "attention" in operation.name:
+        is_backward = "backward" in operation.name
+        reached = device.attention_backward_efficiency if is_backward else device.attention_efficiency
+        return operation.flops / (device.flops[known] * reached)
+    sizes = [size for shape in [each for each in operation.shapes if len(each) > 1][-2:] for size in shape[-2:]]
+    # See [Note: groups].
+    groups = next((shape[0] for shape in operation.shapes[2:] if len(shape) == 1), 1)
+    return operation.flops / device.matmul_rate(known, min(*sizes, max(sizes) // groups) if sizes else 1)
+
+
+def fused(operations: Sequence[Operation]) -> list[Operation]:
+    """Return the operations that compiled code runs; see [Note: fusion]."""
+    last = {block: place for place, each in enumerate(operations) for block, _ in (*each.reads, *each.writes)}
+    found: list[Operation] = []
+    chain: list[Operation] = []
+    for place, each in enumerate(operations):
+        if each.flops or each.call is not None or each.name.startswith("fsdp."):
+            found += [*_joined(chain, place, last), each]
+            chain = []
+        else:
+            chain.append(each)
+    return found + _joined(chain, len(operations), last)
+
+
+def _joined(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[Operation]:
+    """Join a chain that ends before the place `end` into one operation; none if it writes nothing that is read."""
+    kernels = [each for each in chain if is_kernel(each)]
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for each in kernels:
+        for block, size in each.reads:
+            if block not in writes:
+                reads[block] = max(reads.get(block, 0), size)
+        for block, size in each.writes:
+            writes[block] = max(writes.get(block, 0), size)
+    kept = tuple((block, size) for block, size in writes.items() if last[block] >= end)
+    if not kept:
+        return []
+    size = sum(reads.values()) + sum(size for _, size in kept)
+    dtype, logged, phase = kernels[0].dtype, kernels[-1].logged, kernels[-1].phase
+    return [Operation("fused", 0, size, (), dtype, None, tuple(reads.items()), kept, logged=logged, phase=phase)]
+
+
+Message: TypeAlias = tuple[int, int, int]  # Ranks from and to, and the number of the message between them
 
 
 @dataclass(frozen=True)
@@ -60,33 +202,13 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def busy(self, stream: str = COMPUTE) -> float:
-        """Return the seconds in which a stream works."""
         return sum(each.end - each.start for each in self.spans if each.stream == stream)
 
 
-def play(
-    traces: Sequence[Trace],
-    degrees: Degrees,
-    device: Device,
-    *,
-    is_compiled: bool = False,
-    chunked: Collection[str] = (),
-    waits: bool = True,
-) -> list[Timeline]:
-    """Play a step on ranks that exchange messages only with each other.
-
-    Args:
-        traces: of one rank, or of one rank of each stage of a pipeline.
-        is_compiled: whether operators without products are fused; see [Note: fusion] in `kernels`.
-        chunked: groups whose collectives pass a part for each rank, where computing on the first part overlaps with
-            passing the others, as in asynchronous tensor parallelism.
-        waits: False: messages are there when they are asked for.
-
-    Raises:
-        MeshError: a rank waits for a message that no other sends.
-    """
+def play(traces: Sequence[Trace], degrees: Degrees, device: Device, **options: Any) -> list[Timeline]:
+    """Play a step on ranks that exchange messages only with each other; `options` are those of `_Rank`."""
     sent: dict[Message, float] = {}
-    ranks = [_Rank(trace, degrees, device, sent, is_compiled, chunked, waits) for trace in traces]
+    ranks = [_Rank(trace, degrees, device, sent, **options) for trace in traces]
     waiting = {rank.trace.rank: rank.run() for rank in ranks}
     while waiting:
         known = len(sent)
@@ -100,15 +222,13 @@ def play(
 
 @dataclass
 class _Rank:
-    """One rank while it is played."""
-
     trace: Trace
     degrees: Degrees
     device: Device
     sent: dict[Message, float]
-    is_compiled: bool
-    chunked: Collection[str]
-    waits: bool
+    is_compiled: bool = False  # whether operators without products are fused
+    chunked: Collection[str] = ()  # groups whose collectives pass parts, computing on one while others are passed
+    waits: bool = True  # False: messages are there when they are asked for
     host: float = 0.0
     free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     made: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -121,8 +241,7 @@ class _Rank:
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # See [Note: the slowest].
-        self.pace = self.device.pace(self.degrees.world_size)
+        self.pace = self.device.pace(self.degrees.world_size)  # see [Note: the slowest]
 
     @property
     def end(self) -> float:
@@ -132,7 +251,7 @@ class _Rank:
         """Play all operators; yield each message that must have been sent before the next is asked for."""
         operations = self.trace.operations
         of_stream = streams(operations)
-        for each in kernels.fused(operations) if self.is_compiled else operations:
+        for each in fused(operations) if self.is_compiled else operations:
             for block, _ in (*each.reads, *each.writes):
                 message = self.coming.get(block)
                 if message is not None and each.call is None:
@@ -141,10 +260,10 @@ class _Rank:
                     self.made[block] = ("message", self.sent[self.coming.pop(block)])
             if each.call is not None:
                 self._communicate(each, of_stream)
-            elif kernels.is_kernel(each):
+            elif is_kernel(each):
                 self._compute(each, of_stream)
             else:
-                self.host += kernels.VIEW_COST * self.device.cpu_s
+                self.host += VIEW_COST * self.device.cpu_s
 
     def _compute(self, each: Operation, of_stream: dict[int, str]) -> None:
         touched = [block for block, _ in (*each.reads, *each.writes)]
@@ -158,17 +277,17 @@ class _Rank:
             stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
         if each.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
             after = self.reduced
-        end = self._put(stream, each, kernels.seconds(each, self.device, self.pace), after)
+        end = self._put(stream, each, kernel_seconds(each, self.device, self.pace), after)
         if each.name.startswith("fsdp.split_with_sizes_copy"):
             self.copied_out.append(end)
 
     def _communicate(self, each: Operation, of_stream: dict[int, str]) -> None:
         call = self.trace.collectives[each.call or 0]
-        ranks = links.members(call.group, self.trace.rank, self.degrees, call.ranks)
+        ranks = members(call.group, self.trace.rank, self.degrees, call.ranks)
         if each.peer is not None:
             self._exchange(each, call.kind, ranks[each.peer], call.bytes)
             return
-        took = links.seconds(call.kind, call.bytes, ranks, self.device.node)
+        took = collective_seconds(call.kind, call.bytes, ranks, self.device.node)
         end = self._put(call.group, each, took)
         if call.group in self.chunked:
             self.made |= {block: (call.group, end - took * (1 - 1 / call.ranks)) for block, _ in each.writes}
@@ -180,7 +299,7 @@ class _Rank:
         message = (*ends, self.numbers[ends])
         self.numbers[ends] += 1
         if kind == "send":
-            self.sent[message] = self._put(f"to {peer}", each, links.seconds(kind, size, ends, self.device.node))
+            self.sent[message] = self._put(f"to {peer}", each, collective_seconds(kind, size, ends, self.device.node))
         else:
             self.host += self.device.cpu_s
             if self.waits:
@@ -224,4 +343,4 @@ class _Rank:
 
 def stage_ranks(rank: int, degrees: Degrees) -> list[int]:
     """Return the ranks of all stages that a rank exchanges messages with, itself included."""
-    return links.members("pp", rank, degrees, degrees.pp)
+    return members("pp", rank, degrees, degrees.pp)

@@ -42,42 +42,30 @@ from meshwright.plugin import (
 
 from .meter import Held, StepMeter
 
-Touched: TypeAlias = tuple[tuple[int, int], ...]
-"""(block, bytes of it), each block once."""
+Touched: TypeAlias = tuple[tuple[int, int], ...]  # (block, bytes of it), each block once
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned.
-
-    Attributes:
-        microbatches, rows, length: of a rank in a step; sequences of each, and their tokens.
-        layers: blocks of the model; 0: not known.
-        with_layers: makes the model with so many blocks, as `model` does on the meta device; None: it cannot.
-        expert_imbalance: how much more often than on average routers choose the busiest experts.
-        is_compiled: whether blocks are compiled; they are traced as written, and timed as fused operators.
-        chunked: groups whose collectives overlap with computing on parts; see `time.play`.
-        ema: of an average of the weights.
-    """
+    """What is to be planned."""
 
     stack: Stack
     degrees: Degrees
     model: Callable[[], nn.Module]
     optimizer: OptimizerFactory
-    microbatches: int = 1
+    microbatches: int = 1  # of a rank in a step; `rows` sequences of each, of `length` tokens
     rows: int = 1
     length: int = 16
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
-    layers: int = 0
+    layers: int = 0  # blocks of the model; 0: not known
     with_layers: Callable[[int], nn.Module] | None = None
-    expert_imbalance: float = 1.0
-    is_compiled: bool = False
-    chunked: tuple[str, ...] = ()
-    ema: EMAConfig | None = None
+    expert_imbalance: float = 1.0  # how much more often than on average routers choose the busiest experts
+    is_compiled: bool = False  # whether blocks are compiled; they are traced as written, and timed as fused operators
+    chunked: tuple[str, ...] = ()  # groups whose collectives overlap with computing on parts; see `time.play`
+    ema: EMAConfig | None = None  # of an average of the weights
 
     def at_depth(self, layers: int) -> Job:
-        """Return the job with a model of so many blocks, if it can be made."""
         if self.with_layers is None or layers == self.layers:
             return self
         return replace(self, model=functools.partial(self.with_layers, layers), layers=layers)
@@ -97,50 +85,32 @@ class Job:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator of a step, such as "aten.mm.default".
-
-    Attributes:
-        flops, shapes: of matrix products and attentions, see [Note: causal attention] in `kernels`; else 0 and empty.
-        bytes: read and written.
-        dtype: of the first given tensor; None: there is none.
-        call: index in `Trace.collectives`; None: it is no collective.
-        peer: place in its group of the sender or receiver of a message.
-        logged: length of `Trace.log` when it ended.
-        phase: "forward", "backward" or "optimizer", clipping included.
-    """
+    """One operator of a step, such as "aten.mm.default"."""
 
     name: str
     flops: int
-    bytes: int
+    bytes: int  # read and written
     shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype | None
-    call: int | None
+    dtype: torch.dtype | None  # of the first given tensor; None: there is none
+    call: int | None  # index in `Trace.collectives`; None: it is no collective
     reads: Touched = ()
     writes: Touched = ()
-    peer: int | None = None
-    logged: int = 0
-    phase: str = ""
+    peer: int | None = None  # place in its group of the sender or receiver of a message
+    logged: int = 0  # length of `Trace.log` when it ended
+    phase: str = ""  # "forward", "backward" or "optimizer", clipping included
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A step of one rank, after those that make what is kept.
-
-    Attributes:
-        peak, after: what was held at the peak, and between steps.
-        collectives: in the order in which they were issued, without messages of the control plane.
-        operations: likewise, collectives included.
-        log: (block, change in bytes) of all memory, beginning with what was held before the step.
-        owners: of the blocks in `log`; see [Note: owners] in `meter`.
-    """
+    """A step of one rank, after those that make what is kept."""
 
     rank: int
-    peak: Held
+    peak: Held  # peak, after: what was held at the peak, and between steps
     after: Held
-    collectives: tuple[Collective, ...]
-    operations: tuple[Operation, ...]
+    collectives: tuple[Collective, ...]  # in the order in which they were issued, without messages of the control plane
+    operations: tuple[Operation, ...]  # likewise, collectives included
     log: tuple[tuple[int, int], ...]
-    owners: Mapping[int, str] = field(default_factory=dict)
+    owners: Mapping[int, str] = field(default_factory=dict)  # of the blocks in `log`; see [Note: owners] in `meter`
 
 
 class NoValues:
@@ -169,19 +139,14 @@ class _Timeline(CollectiveRecorder):
         shapes = tuple(tuple(each.shape) for each in given) if flops else ()
         dtype = given[0].dtype if given else None
         reads, writes = touched(self._meter, operation, args, kwargs, result)
-        peer = _peer_of(operation, args, kwargs) if call is not None else None
-        now, phase = self._meter.logged, self._meter.step_phase
-        self.operations.append(
-            Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
-        )
+        named = bound_arguments(operation, args, kwargs) if call is not None and operation.namespace == "c10d" else {}
+        peer = next((named[name] for name in ("dst", "src") if name in named), None)
+        places = peer, self._meter.logged, self._meter.step_phase
+        self.operations.append(Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, *places))
 
 
 def trace(job: Job, mesh: Mesh) -> Trace:
-    """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world.
-
-    Raises:
-        MeshwrightError: as training does.
-    """
+    """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world."""
     return traces(job, mesh, [job.microbatches])[0]
 
 
@@ -198,8 +163,7 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
         if job.ema is not None:
-            # The optimizer keeps it.
-            EMA(manager, job.ema)
+            EMA(manager, job.ema)  # the optimizer keeps it
 
     def step(given: list[Batch]) -> _Timeline:
         meter.begin()
@@ -228,7 +192,6 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
 
 @contextmanager
 def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None]:
-    """Tell the meter which module's forward runs, without numbers of blocks."""
     names = {module: without_numbers(name) for part in parts for name, module in part.named_modules()}
     outer: list[str] = []
 
@@ -253,7 +216,6 @@ def without_numbers(name: str) -> str:
 
 
 def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a mesh by the names of their axes and views."""
     named = {name: mesh.group(name) for name in (*ROOT_AXES, *VIEWS)}
     if mesh.degrees.ep > 1:
         named |= {name: mesh.expert_mesh.get_group(name) for name in ("ep_shard", "ep")}
@@ -261,16 +223,13 @@ def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 
 def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepMeter) -> None:
-    """Train a step as `train.loop.train_step` does."""
     meter.phase = "activations"
-    num_tokens = manager.announce(batches)
-    loss = manager.forward_backward(batches, num_tokens=num_tokens)
+    loss = manager.forward_backward(batches, num_tokens=manager.announce(batches))
     parameters = [p for part in manager.model_parts for p in part.parameters()]
     meter.own(parameters, "parameters")
     meter.own((p.grad for p in parameters if p.grad is not None), "gradients")
     meter.phase = "temporary"
-    norm = manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
-    manager.read(loss, norm)
+    manager.read(loss, manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type))
     manager.optimizer_step()
     meter.phase = "other"
 
@@ -312,12 +271,6 @@ def _receives(operation: Any, argument: str) -> bool:
     if operation.namespace == "c10d":
         return not argument.startswith("input") and name != "send"
     return name == "all_gather_copy_in" and argument == "all_gather_output"
-
-
-def _peer_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the place in its group of whom a message is for or from; None for other collectives."""
-    given = bound_arguments(operation, args, kwargs) if operation.namespace == "c10d" else {}
-    return next((given[name] for name in ("dst", "src") if name in given), None)
 
 
 def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:

@@ -1,19 +1,18 @@
 """One rank of a world of any size, within this process: tensors of parameters have no memory, and nothing is sent.
 
 [Note: what is real] Counts of tokens, masks, positions and plans are small and made of known numbers: they are
-computed, so that code can read them. What is made of parameters and activations has a shape and a dtype but no values.
-An operator on real tensors alone gives real ones, and so does one that makes integers out of nothing, up to `SMALL`
-bytes; all others do not.
+computed, so that code can read them. An operator on real tensors alone gives real ones, and so does one that makes
+integers out of nothing, up to `SMALL` bytes; all others give a shape and a dtype without values.
 
-[Note: what code reads] Code reads what was not computed to find errors: are gradients finite, does a token act on
-another? A plan is of a model without errors, so a number that is read is 0, and tensors of one shape are equal.
+[Note: what code reads] Code reads what was not computed to find errors. A plan is of a model without errors, so a
+number that is read is 0, and tensors of one shape are equal.
 
 [Note: routing] The choices of routers are known: all candidates are chosen equally often, or with an imbalance of f the
-first ones (as many as a token chooses, on the first ranks) f times as often as on average. So what follows from them
-(how many rows an expert gets, and from where) is computed.
+first ones (as many as a token chooses, on the first ranks) f times as often as on average. What follows from them, such
+as how many rows an expert gets, is computed.
 
 [Note: what is received] Every rank has what this one has, so parts of all ranks are copies of this rank's. A sum is
-left as this rank's own share: what is summed besides what the world itself adds up are flags of errors and of use.
+left as this rank's own share: what is summed besides what the world adds up are flags of errors and of use.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ from meshwright.plugin import (
 
 from ._compat import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
 
-SMALL = 1 << 25
-"""Results of operators of up to this many bytes are computed."""
+SMALL = 1 << 25  # Results of operators of up to this many bytes are computed
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 T = TypeVar("T")
 _COPIES_IN = "fsdp.all_gather_copy_in.default"
@@ -72,14 +70,7 @@ class PlannedWorld(World):
 
 @contextmanager
 def planned_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[PlannedWorld]:
-    """Be a rank of a world that does not exist.
-
-    Args:
-        imbalance: of routing, at least 1; see [Note: routing].
-
-    Raises:
-        MeshError: this process is in a process group already, or there is no such rank.
-    """
+    """Be a rank of a world that does not exist; for `imbalance` (at least 1) see [Note: routing]."""
     if dist.is_initialized():
         raise MeshError("a plan needs a process that is in no process group. Plan before any is started.")
     if not 0 <= rank < size:
@@ -133,8 +124,7 @@ class _Planning(UncompiledMode):
     ) -> Any:
         """Compute an operator on real tensors, if its result is small."""
         if func.is_view:
-            # It has no memory of its own, so it can be made and looked at.
-            seen = func(*args, **kwargs)
+            seen = func(*args, **kwargs)  # it has no memory of its own, so it can be made and looked at
             return self._fakes.computed(func, types, args, kwargs) if _size(seen) > SMALL else seen
         key = _key(func, args, kwargs)
         if key is None or key not in self._computed:
@@ -153,7 +143,8 @@ class _Planning(UncompiledMode):
         if (same := handed_on(func, given)) is not None:
             return same
         if name_of(func) == "aten._local_scalar_dense.default":
-            return _zero(given[0].dtype)
+            dtype = given[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0j if dtype.is_complex else 0
         if func is torch.ops.aten.equal.default:
             return given[0].shape == given[1].shape
         if name_of(func) == "aten._unsafe_view.default":
@@ -202,12 +193,6 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     return tuple(told)
 
 
-def _zero(dtype: torch.dtype) -> bool | int | float | complex:
-    if dtype is torch.bool:
-        return False
-    return 0.0 if dtype.is_floating_point else 0j if dtype.is_complex else 0
-
-
 @torch.no_grad()
 def _received(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation of torch.distributed on real tensors and write what it would receive."""
@@ -220,15 +205,13 @@ def _received(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mine = torch.cat([each.reshape(-1) for each in given])
     members = process_group(group)
     if "all_to_all" in str(operation) or "alltoall" in str(operation):
-        # What each rank sends to this one.
-        part = mine.numel() // members.size()
+        part = mine.numel() // members.size()  # what each rank sends to this one
         mine = mine[members.rank() * part : (members.rank() + 1) * part]
     for other in _side(arguments, _TAKEN) or list(tensors_in(result)):
         if 0 < mine.numel() <= other.numel():
             other.copy_(mine.repeat(other.numel() // mine.numel()).view_as(other))
         elif other.numel():
-            # A part of a sum.
-            start = members.rank() * other.numel()
+            start = members.rank() * other.numel()  # A part of a sum
             other.copy_(mine[start : start + other.numel()].view_as(other))
     return result
 

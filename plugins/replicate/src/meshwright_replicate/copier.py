@@ -8,60 +8,100 @@ makes the manifest, and each rank has its keeper seal the step. A step that is d
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.plugin import (
+    Access,
     Agreement,
     ConfigError,
     Content,
     Key,
+    LoopExtension,
+    StepResult,
     Stopped,
     StoredFile,
     StrategyManager,
+    World,
     content_of,
+    marked_part,
     new_group,
     payload_name,
     sealed,
     warn,
 )
 
-from .keepers import Keepers
-from .room import Room, Rooms, nbytes_of
+from .keepers import Keepers, MemoryPlace, open_keepers, places_of
 from .wire import Link
+
+
+class Room:
+    """Anonymous memory for a rank's part of one step."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.file = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)  # descriptor by which another process maps it
+        os.ftruncate(self.file, size)
+        self._whole = mmap.mmap(self.file, size) if size else None  # an empty file cannot be mapped
+        self.view = memoryview(b"") if self._whole is None else memoryview(self._whole)  # its bytes
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors into it in sequence, as in a checkpoint."""
+        if self._whole is None:
+            return
+        target, begin = torch.frombuffer(self._whole, dtype=torch.uint8), 0
+        for each in tensors:
+            # As bytes, since a tensor may begin anywhere.
+            source = each.detach().contiguous().view(-1).view(torch.uint8)
+            target[begin : begin + source.numel()].copy_(source)
+            begin += source.numel()
+
+    def __del__(self) -> None:
+        os.close(self.file)  # the mapping is freed with its last view
+
+
+class Rooms:
+    """Two rooms, used in turn: before one is filled again, the keeper has released it."""
+
+    def __init__(self) -> None:
+        self._rooms: list[Room] = []
+
+    def filled(self, tensors: Sequence[Tensor]) -> Room:
+        size = nbytes_of(tensors)
+        room = self._rooms.pop(0) if len(self._rooms) == 2 else None
+        if room is None or room.size != size:
+            room = Room(size)
+        self._rooms.append(room)
+        room.fill(tensors)
+        return room
+
+
+def memory_of_host() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def nbytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
 
 _CHUNK = 1 << 20
 _CHUNKS_A_SECOND = 20
-_COPIES = 2
-"""Steps that are held at a time: the last one, and the one that is being written."""
+_COPIES = 2  # Steps that are held at a time: the last one, and the one that is being written
 
 
 class Copier:
-    """Copies steps; see [Note: copies]. A context manager. All methods are collective.
-
-    Args:
-        manager: whose state is copied.
-        keepers: of the world.
-        run: id of the run.
-        step: that the run resumes from; keepers drop later steps, and those of other runs.
-        every: steps between copies.
-        bandwidth: bytes per second that a rank sends to another node; None: no limit.
-        key: that manifests are signed with.
-        memory_bytes: of this node.
-        tell: called on the first rank with the numbers `copied` and `left_out`, now and then and at the end.
-
-    Attributes:
-        copied: number of steps that are complete in memory.
-        left_out: number of steps that were due, but not copied.
-        last: the last step that is complete; None: none.
-    """
+    """Copies steps; see [Note: copies]. A context manager. All methods are collective."""
 
     def __init__(
         self,
@@ -85,7 +125,7 @@ class Copier:
         self._failed, self._has_ceased = "", False
         self._checked = 0
         self.copied = self.left_out = 0
-        self.last: int | None = None
+        self.last: int | None = None  # the last step that is complete; None: none
         keepers.keep(run, step, manager.mesh.world)
 
     def is_due(self, step: int) -> bool:
@@ -94,13 +134,7 @@ class Copier:
     def copy(
         self, step: int, *, scheduler: LRScheduler | None = None, extra: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """Copy the state after so many steps, unless the previous copy is not finished on all ranks. Collective.
-
-        Args:
-            extra: returns further JSON values.
-
-        Raises ConfigError, on all ranks, if copies do not fit into the memory of a node.
-        """
+        """Copy the state after so many steps, unless the previous copy is not finished on all ranks. Collective."""
         if not self._is_ready(step):
             return
         content = content_of(
@@ -152,7 +186,6 @@ class Copier:
         return every
 
     def _hand_over(self, content: Content, room: Room, step: int) -> None:
-        """Run in the thread."""
         try:
             error, files = "", {}
             try:
@@ -222,8 +255,7 @@ class Copier:
             self._thread.join()
         if self._manager.mesh.rank == 0:
             self._tell(copied=self.copied, left_out=self.left_out)
-        failed = self._manager.mesh.world.reduce_ints([bool(self._failed)])[0]
-        if not failed:
+        if not self._manager.mesh.world.reduce_ints([bool(self._failed)])[0]:
             self._keepers.keep(self._run, -1, self._manager.mesh.world)
         for link in self._links:
             link.close()
@@ -232,9 +264,7 @@ class Copier:
     def __enter__(self) -> Copier:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
         if isinstance(error, Stopped) and self._thread is not None:
             # All ranks have stopped in order, and others may still wait for this one's copy.
             self._thread.join()
@@ -245,3 +275,43 @@ class Copier:
 
 def _stored(view: memoryview | bytes) -> StoredFile:
     return StoredFile(memoryview(view).nbytes, hashlib.sha256(view).hexdigest())
+
+
+class NodeMemory:
+    """Implements `meshwright.train.loop.extension.StateCopies`. Making one is collective; raises as `open_keepers`."""
+
+    def __init__(self, world: World) -> None:
+        self._keepers = open_keepers(world)
+
+    def places(self, world: World, run: str, access: Access) -> list[tuple[int, MemoryPlace]]:
+        found = places_of(self._keepers, self._keepers.listed(world), run, access)
+        return [(place.step, place) for place in found]
+
+    @contextmanager
+    def copying(
+        self, manager: StrategyManager, scheduler: Any, *, start: int, **options: Any
+    ) -> Iterator[LoopExtension]:
+        """Copy while training; `options` are those of `Copier`."""
+        with Copier(manager, self._keepers, step=start, memory_bytes=memory_of_host(), **options) as copier:
+            yield _Copies(manager, copier, scheduler)
+
+
+class _Copies(LoopExtension):
+    """Copies the state after the steps that are due, and reports the time with the step after."""
+
+    def __init__(self, manager: StrategyManager, copier: Copier, scheduler: Any) -> None:
+        self._progress, self._copier, self._scheduler = manager.mesh.world.progress, copier, scheduler
+        self._times: dict[str, float] = {}
+
+    def after_step(self, result: StepResult) -> StepResult:
+        times, self._times = self._times, {}
+        return replace(result, times={**result.times, **times}) if times else result
+
+    def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
+        if not self._copier.is_due(step):
+            return
+        start = time.perf_counter()
+        self._progress.enter("copy")
+        with marked_part("copy"):
+            self._copier.copy(step, scheduler=self._scheduler, extra=extra)
+        self._times = {"copy": time.perf_counter() - start}

@@ -1,7 +1,7 @@
 """The process that holds copies of state on one node: `python -m meshwright_replicate.keeper SOCKET PID IDENTITY`.
 
 [Note: nothing is left] Copies are in anonymous memory (memfd), which vanishes with the process. Its socket (see
-`socket_file`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
+`wire`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
 the ranks. It has a session of its own, since torchrun kills the process groups of its ranks, and ignores the signals
 that schedulers send to all processes; only SIGKILL ends it earlier.
 
@@ -26,13 +26,12 @@ from typing import Any
 
 from meshwright.plugin import await_end
 
-from . import socket_file, wire
+from . import wire
 
 _LOOK_S = 0.5
 STRANGERS = 64
 """Connections from other nodes that have not proven yet that they know the token; more wait to be accepted."""
-FRIENDS = 1024
-"""Connections that have; more are refused."""
+FRIENDS = 1024  # Connections that have; more are refused
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -93,13 +92,8 @@ class Shelf:
 
     def listed(self) -> dict[str, Any]:
         with self._lock:
-            steps = {
-                str(number): {
-                    "manifest": kept.manifest,
-                    "files": {name: file.size for name, file in kept.files.items()},
-                }
-                for number, kept in self._steps.items()
-            }
+            sizes = {n: {name: file.size for name, file in kept.files.items()} for n, kept in self._steps.items()}
+            steps = {str(n): {"manifest": kept.manifest, "files": sizes[n]} for n, kept in self._steps.items()}
             return {"run": self._run, "steps": steps}
 
     def opened(self, step: int, name: str) -> File:
@@ -246,13 +240,12 @@ def main(path: Path, pid: int, identity: str) -> None:
     """Serve at a socket until the process that started the ranks has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    listener = socket_file.listen_at(path)
+    listener = wire.listen_at(path)
     if listener is None:
-        # There is a keeper already.
-        return
+        return  # there is a keeper already
     Keeper().listen(listener, is_local=True)
     await_end(pid, identity)
-    socket_file.remove(path)
+    wire.remove(path)
     os._exit(0)
 
 

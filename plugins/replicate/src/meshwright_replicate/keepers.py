@@ -1,25 +1,37 @@
-"""The keepers of all nodes, as a rank reaches them: its own node's by a socket file, the others by TCP."""
+"""The keepers of all nodes as a rank reaches them, and the steps that they hold as places that are read from."""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import os
 import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch.distributed as dist
 
-from meshwright.plugin import PYTHON, ConfigError, RankError, World, identity_of, launcher_pid
+from meshwright.plugin import (
+    MANIFEST,
+    PYTHON,
+    Access,
+    ConfigError,
+    RankError,
+    SeekableReader,
+    World,
+    identity_of,
+    launcher_pid,
+    payload_name,
+)
 
 from . import wire
-from .socket_file import socket_path
-from .wire import Link
+from .wire import Link, socket_path
 
 _START_S = 30.0
 _LOOK_S = 0.02
@@ -36,15 +48,10 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Keepers:
-    """The keepers of a world.
+    """The keepers of a world."""
 
-    Attributes:
-        nodes: in the order of their first ranks.
-        here: number of this rank's node.
-    """
-
-    nodes: tuple[Node, ...]
-    here: int
+    nodes: tuple[Node, ...]  # in the order of their first ranks
+    here: int  # number of this rank's node
     token: str
 
     @property
@@ -54,7 +61,6 @@ class Keepers:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of its node."""
         return dist.get_rank() == self.nodes[self.here].ranks[0]
 
     def link(self, node: int) -> Link:
@@ -80,8 +86,7 @@ class Keepers:
             try:
                 mine = _asked_own("list")
             except OSError:
-                # It was killed, and its copies are gone.
-                mine = {"run": "", "steps": {}}
+                mine = {"run": "", "steps": {}}  # it was killed, and its copies are gone
         found = _gathered(mine, world)
         return [found[node.ranks[0]] for node in self.nodes]
 
@@ -102,9 +107,8 @@ def open_keepers(world: World) -> Keepers:
     """Find the keeper of each node, or start one. Collective. Raises ConfigError or RankError."""
     keeper = world.together(_found_or_started)
     found = _gathered(keeper, world)
-    nodes = [
-        Node(each, tuple(rank for rank, other in enumerate(found) if other == each)) for each in dict.fromkeys(found)
-    ]
+    ranks = {each: tuple(rank for rank, other in enumerate(found) if other == each) for each in found}
+    nodes = [Node(*item) for item in ranks.items()]
     here = next(number for number, node in enumerate(nodes) if node.keeper == keeper)
     token = world.from_first(lambda: secrets.token_hex(32))
     if len(nodes) > 1:
@@ -153,8 +157,7 @@ def _start() -> None:
     # See [Note: nothing is left] in `keeper`. It must not hold open what others wait to see closed.
     nothing = subprocess.DEVNULL
     started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    # Nobody waits for it; without a return code Python would warn.
-    started.returncode = 0
+    started.returncode = 0  # nobody waits for it; without a return code Python would warn
 
 
 def _socket() -> Path:
@@ -203,8 +206,97 @@ def _address_towards(host: str) -> str:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            # Nothing is sent.
-            probe.connect(address)
+            probe.connect(address)  # nothing is sent
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """A step in the memory of nodes. All ranks read a file from the same keeper, so what one has verified all get."""
+
+    keepers: Keepers
+    step: int  # after which it was copied
+    manifest: bytes  # its text
+    holders: Mapping[str, int]  # maps each file to the number of the node whose keeper it is read from
+    bytes_of: Mapping[str, int]  # size of each file
+    access: Access
+    name = "memory"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def sizes(self) -> dict[str, int] | None:
+        return {MANIFEST: len(self.manifest), **self.bytes_of}
+
+    def open(self, name: str) -> BinaryIO:
+        if name == MANIFEST:
+            return io.BytesIO(self.manifest)
+        if name not in self.holders:
+            raise OSError(f"no {name} of step {self.step}")
+        node = self.holders[name]
+        link = self.keepers.link(node)
+        if node != self.keepers.here:
+            return io.BufferedReader(_Remote(link, self.step, name, self.bytes_of[name]), 1 << 20)
+        try:
+            file = link.ask_for_file("take", step=self.step, name=name)
+        finally:
+            link.close()
+        try:
+            # Opened again: descriptors of one file share their position with those of other readers.
+            return open(f"/proc/self/fd/{file}", "rb")
+        finally:
+            os.close(file)
+
+    def hint(self) -> str:
+        return ""
+
+
+class _Remote(SeekableReader):
+    """A file of a step in the memory of another node."""
+
+    def __init__(self, link: Link, step: int, name: str, size: int) -> None:
+        super().__init__(name)
+        self._link, self._step, self._nbytes = link, step, size
+
+    def _size(self) -> int:
+        return self._nbytes
+
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        count = max(0, min(buffer.nbytes, self._nbytes - position))
+        if count:
+            self._link.ask_into(buffer[:count], "take", step=self._step, name=self.name, begin=position, size=count)
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._link.close()
+        super().close()
+
+
+def places_of(keepers: Keepers, listed: Sequence[Mapping[str, Any]], run: str, access: Access) -> list[MemoryPlace]:
+    """Return the complete steps of a run in memory, newest first; twice if other keepers have files, too."""
+    own = [each["steps"] if each["run"] == run else {} for each in listed]
+    steps = sorted({int(step) for each in own for step in each}, reverse=True)
+    kept = {step: [each.get(str(step), {}) for each in own] for step in steps}
+    return [place for step in steps for place in _places(keepers, kept[step], step, access)]
+
+
+def _places(keepers: Keepers, kept: Sequence[Mapping[str, Any]], step: int, access: Access) -> Iterator[MemoryPlace]:
+    manifest = next((each["manifest"] for each in kept if each.get("manifest")), None)
+    if manifest is None:
+        return
+    sizes = {name: int(stored["size"]) for name, stored in json.loads(manifest)["files"].items()}
+    holding = {
+        name: [number for number, each in enumerate(kept) if each.get("files", {}).get(name) == size]
+        for name, size in sizes.items()
+    }
+    if not all(holding.values()):
+        return
+    # A rank's own part is on its node, if ranks are where they were.
+    near = {payload_name(rank): number for number, node in enumerate(keepers.nodes) for rank in node.ranks}
+    first = {name: near[name] if near.get(name) in nodes else nodes[0] for name, nodes in holding.items()}
+    other = {name: next((n for n in nodes if n != first[name]), first[name]) for name, nodes in holding.items()}
+    for holders in (first, other) if other != first else (first,):
+        yield MemoryPlace(keepers, step, manifest.encode(), holders, sizes, access)

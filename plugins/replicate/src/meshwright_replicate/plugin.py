@@ -9,11 +9,11 @@ from meshwright.plugin import hookimpl
 if TYPE_CHECKING:
     from meshwright.plugin import World
 
-    from .copies import NodeMemory
+    from .copier import NodeMemory
 
 
 @hookimpl
 def open_state_copies(world: World) -> NodeMemory:
-    from .copies import NodeMemory
+    from .copier import NodeMemory
 
     return NodeMemory(world)

@@ -1,33 +1,36 @@
 """The protocol of ranks and keepers: JSON messages after their length, followed by bytes or with an open file.
 
-Processes of one node know each other by their user, which the system tells. Across nodes both sides prove that they
-know the run's token, without sending it. Until then a side reads at most `_LONGEST_OF_STRANGERS` bytes and waits
-`PROOF_S` seconds in all. This module imports no torch.
+Processes of one node meet at a socket in a directory of mode 0700 (anyone may take the name of an abstract socket
+first), and know each other by their user, which the system tells. Across nodes both sides prove that they know the
+run's token, without sending it. Until then a side reads at most `_LONGEST_OF_STRANGERS` bytes and waits `PROOF_S`
+seconds in all. This module imports no torch.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import socket
+import stat
 import struct
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _LENGTH = struct.Struct(">Q")
 _USER = struct.Struct("3i")
-_LONGEST = 1 << 28
-"""Bytes of a message."""
+_LONGEST = 1 << 28  # Bytes of a message
 _LONGEST_OF_STRANGERS = 1 << 12
 _AT_ONCE = 1 << 16
-PROOF_S = 5.0
-"""Time in which a stranger has to prove that it knows the token."""
-PATIENCE_S = 60.0
-"""Time to wait for the other side."""
+PROOF_S = 5.0  # Time in which a stranger has to prove that it knows the token
+PATIENCE_S = 60.0  # Time to wait for the other side
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], file: int | None = None) -> None:
@@ -44,14 +47,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], file: int | None
 def receive(
     connection: socket.socket, *, longest: int = _LONGEST, until_s: float | None = None
 ) -> tuple[dict[str, Any], int | None]:
-    """Receive a message, and the open file that came with it.
-
-    Args:
-        longest: bytes that it may have.
-        until_s: deadline on the monotonic clock; None: the connection's own timeout.
-
-    Raises OSError if the other side is gone or late, or what it sent is not a message.
-    """
+    """Receive a message, and the open file that came with it; raise OSError if that fails or comes too late."""
     _wait_until(connection, until_s)
     head, files, _, _ = socket.recv_fds(connection, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
     file = files[0] if files else None
@@ -75,7 +71,6 @@ def receive(
 
 
 def _wait_until(connection: socket.socket, until_s: float | None) -> None:
-    """Make the next wait on a connection end at the deadline."""
     if until_s is not None:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
@@ -149,10 +144,7 @@ def check_user(connection: socket.socket) -> None:
 
 
 def admit(connection: socket.socket, token: str) -> None:
-    """Have the other side prove that it knows the token, and prove it to the other side; on the keeper's side.
-
-    Raises OSError if there is no proof in time.
-    """
+    """Prove to each other that both sides know the token, on the keeper's side; raise OSError if not in time."""
     until_s, mine = time.monotonic() + PROOF_S, secrets.token_hex(32)
     connection.settimeout(PROOF_S)
     send(connection, {"nonce": mine})
@@ -184,3 +176,74 @@ def _is_proof(answer: Mapping[str, Any], token: str, who: str, *nonces: str) -> 
 
 def _proof(token: str, who: str, *nonces: str) -> str:
     return hmac.new(token.encode(), " ".join((who, *nonces)).encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+_LONGEST_PATH = 100  # Characters of a socket's path; systems allow 104 or 108
+_BACKLOG = 128
+
+
+def socket_path(name: str) -> Path:
+    """Return the path of a socket in a private directory of this user; raise OSError if there is none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    parent = runtime if runtime and _is_private(Path(runtime)) else tempfile.gettempdir()
+    directory = Path(parent) / f"meshwright-{os.geteuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(directory):
+        raise OSError(
+            f"{directory} belongs to another user, is a link, or is open to other users; set XDG_RUNTIME_DIR to a "
+            f"directory of your own (chmod 700)"
+        )
+    path = directory / f"{name}.sock"
+    if len(str(path)) > _LONGEST_PATH:
+        raise OSError(f"{path} is too long for a socket; set XDG_RUNTIME_DIR to a directory with a shorter path")
+    return path
+
+
+def listen_at(path: Path) -> socket.socket | None:
+    """Listen at a path, and remove what dead processes left there; return None if a living process listens."""
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if not _locked(lock):
+        os.close(lock)
+        return None
+    # The lock is held as long as this process lives.
+    for other in path.parent.glob("*.lock"):
+        if other != path.with_suffix(".lock"):
+            _remove_if_dead(other)
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def remove(path: Path) -> None:
+    """Remove the files that `listen_at` has made."""
+    for each in (path, path.with_suffix(".lock")):
+        with suppress(OSError):
+            each.unlink()
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_if_dead(lock: Path) -> None:
+    with suppress(OSError):
+        file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if _locked(file):
+                remove(lock.with_suffix(".sock"))
+        finally:
+            os.close(file)

@@ -6,23 +6,105 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from meshwright.plugin import read_json_object
+from meshwright_run.run_directory import PLANNED
 from meshwright_run.run_file import differing_settings
 
-from . import timelines
-from .compare import COMPARED, compare
-from .ranks import LAST
-from .run import WatchedRun
+from .columns import MOST_POINTS, Tail, chosen, is_finite, number, numbered_files, parse_lines, plain, within
+from .run import LAST, WatchedRun
+
+Column = tuple[np.ndarray, np.ndarray]  # Steps, int64 (N), ascending, and values, float64 (N)
+COMPARED = ("loss", "grad_norm")
+RELATIVE = 1e-6  # Sums in another order give differences below that for many steps; beyond it, two runs have parted
+
+
+def compare(one: Column, other: Column, low: int | None, high: int | None, points: int) -> dict[str, Any]:
+    """Compare a column of two runs by step, as values of JSON; two values that are both NaN are equal."""
+    at, places, others = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
+    a, b = one[1][places], other[1][others]
+    differs = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        relative = np.where(differs, np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)), 0.0)
+    # One value is not finite, and the other is.
+    relative = np.where(np.isfinite(relative), relative, np.inf)
+    largest = float(relative.max(initial=0.0))
+
+    def first(where: np.ndarray) -> dict[str, Any] | None:
+        place = int(np.argmax(where)) if where.any() else None
+        if place is None:
+            return None
+        return {"step": int(at[place]), "one": plain(a)[place], "other": plain(b)[place]}
+
+    summary = {"steps": len(at), "first": first(differs), "parted": first(relative > RELATIVE)}
+    part = within(at, low, high)
+    shown = chosen(at[part], relative[part], min(points, MOST_POINTS))
+    line = {"x": at[part][shown].tolist(), "y": plain(relative[part][shown])}
+    return {**summary, "largest": largest if np.isfinite(largest) else None, **line}
+
+
+_WINDOW = 1 << 18
+_MAX_FILES = 256
+_MAX_ACTIONS = 100_000
+
+
+def timeline_at(directory: Path, step: int | None = None) -> dict[str, Any]:
+    """Return the planned timeline and that of one measured step, or of the latest, as values of JSON."""
+    by_step: dict[int, dict[int, dict[str, Any]]] = {}
+    for rank, path in numbered_files(directory, r"rank-(\d{1,9})\.jsonl", _MAX_FILES).items():
+        for record in parse_lines(Tail(path, window=_WINDOW).read(_WINDOW).lines)[0]:
+            at, actions, pp_rank = record.get("step"), _actions(record.get("actions")), record.get("pp_rank")
+            if type(at) is int and is_finite(record.get("time")) and actions:
+                # A run that has gone back measures a step again.
+                pp_rank = pp_rank if type(pp_rank) is int else rank
+                measured = {"rank": rank, "pp_rank": pp_rank, "begin": record["time"], "actions": actions}
+                by_step.setdefault(at, {})[rank] = measured
+    steps = sorted(by_step)
+    shown = step if step in by_step else (steps[-1] if steps else None)
+    found = by_step.get(shown, {}).values() if shown is not None else ()
+    ranks = sorted(found, key=lambda each: (each["pp_rank"], each["rank"]))
+    begin = min((each["begin"] for each in ranks), default=0.0)
+    for each in ranks:
+        late = each.pop("begin") - begin
+        each["actions"] = [[*what, start + late, end + late] for *what, start, end in each["actions"]]
+    return {"planned": _planned(directory / PLANNED), "steps": steps, "step": shown, "measured": ranks}
+
+
+def _planned(path: Path) -> dict[str, Any] | None:
+    try:
+        found = read_json_object(path)
+    except (OSError, ValueError):
+        return None
+    ranks = found.get("ranks")
+    if not isinstance(ranks, list):
+        return None
+    return {
+        "schedule": str(found.get("schedule", "")),
+        "unit": str(found.get("unit", "")),
+        "bubble": number(found.get("bubble", 0.0)),
+        "ranks": [_actions(each) for each in ranks[:_MAX_FILES]],
+    }
+
+
+def _actions(value: Any) -> list[list[Any]]:
+    found = []
+    for each in value[:_MAX_ACTIONS] if isinstance(value, list) else []:
+        kinds = [type(part) for part in each] if isinstance(each, list) else []
+        if kinds[:3] == [str, int, int] and len(kinds) == 5 and all(map(is_finite, each[3:])):
+            found.append([*each[:3], *map(number, each[3:])])
+    return found
+
 
 if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
 _POINTS = 1200
-_PATIENCE_S = 0.3
-"""Time of reading for one answer and run; the page asks again."""
-_NAMES = 500
-"""Columns in one answer."""
+_PATIENCE_S = 0.3  # Time of reading for one answer and run; the page asks again
+_NAMES = 500  # Columns in one answer
 
 
 class BadQuestion(ValueError):
@@ -46,8 +128,7 @@ class Answers:
                         has_more = run.refresh()
                     found.append(run.state())
                 except Exception as error:
-                    # The page shows the others all the same.
-                    has_more = False
+                    has_more = False  # the page shows the others all the same
                     found.append(run.unreadable(error))
                 more |= has_more
         return {"runs": found, "more": more}
@@ -60,19 +141,16 @@ class Answers:
             return run.metrics.series(names, *span) if by is None else run.metrics.together(by, names, *span)
 
     def events(self, query: QueryParams) -> list[Any]:
-        """All events of one run."""
         run = self._run(query)
         with run.lock:
             return [_clean(each) for each in run.events]
 
     def ranks(self, query: QueryParams) -> dict[str, Any]:
-        """The last steps of all ranks of one run."""
         run, last = self._run(query), _whole(query, "last", 1) or LAST
         with run.lock:
             return run.ranks.look(min(last, LAST))
 
     def rank(self, query: QueryParams) -> dict[str, Any]:
-        """Seconds and memory of one rank by step."""
         run, rank = self._run(query), _whole(query, "rank")
         if rank is None:
             raise BadQuestion("rank is missing")
@@ -84,11 +162,9 @@ class Answers:
         return found
 
     def timeline(self, query: QueryParams) -> dict[str, Any]:
-        """The pipeline's timeline in one step of one run, or in the latest."""
-        return timelines.look(self._run(query).timeline, _whole(query, "step"))
+        return timeline_at(self._run(query).timeline, _whole(query, "step"))
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
-        """Two runs: first differing steps, differences by step, and settings that differ."""
         one, other = self._run(query, "one"), self._run(query, "other")
         span = _span(query)
         # One run after the other: two locks at once could be taken in two orders.
@@ -117,7 +193,6 @@ def _whole(query: QueryParams, key: str, least: int = 0) -> int | None:
 
 
 def _span(query: QueryParams) -> tuple[int | None, int | None, int]:
-    """First and last step that are shown, and how many points."""
     return _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
 
 
@@ -130,7 +205,6 @@ def as_json(value: Any) -> bytes:
 
 
 def _clean(value: Any) -> Any:
-    """A value without numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

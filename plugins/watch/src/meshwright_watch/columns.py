@@ -1,7 +1,9 @@
-"""Numbers by step, in columns that grow, and fewer points of them that look like all.
+"""Files of lines that grow while they are read, and numbers by step in columns, of which fewer points look like all.
 
-Where a file goes back to an earlier step, later lines replace earlier ones, as in `train.report.read_metrics`: a run
-that was killed resumes from its last checkpoint.
+A file may be truncated, written anew or replaced by another (a run that resumes replaces its metrics as a whole): then
+reading begins anew. A line without its end is left for later, since its writer may be within it. Where a file goes back
+to an earlier step, later lines replace earlier ones, as in `train.report.read_metrics`: a run that was killed resumes
+from its last checkpoint.
 
 [Note: buckets] Of each bucket of steps the lowest and the highest value are drawn, so spikes stay. A bucket is 2**k
 steps wide and begins at a multiple of that, so the points that were drawn stay where they are while a run continues.
@@ -11,35 +13,153 @@ What is not finite is a gap.
 from __future__ import annotations
 
 import bisect
+import json
+import math
+import os
+import re
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .tail import number
+from meshwright.plugin import open_regular
 
-MAX_COLUMNS = 2000
-"""Further names are left out: a page with norms of thousands of blocks would show nothing."""
-MOST_POINTS = 4000
-"""Of a line."""
+LONGEST = 1 << 22  # Bytes of a line that is read at once; longer ones are left out
+_KNOWN = 64  # So many bytes before the offset must be as they were; else the file was written anew
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was new in a file."""
+
+    is_new: bool  # reading has begun anew, and what was read before is void
+    lines: list[bytes]  # complete ones, without their ends
+    has_more: bool = False  # more can be read at once
+
+
+class Tail:
+    """Read one file, which need not exist, from where reading has stopped; of old files the last `window` bytes."""
+
+    def __init__(self, path: Path, *, window: int | None = None) -> None:
+        self.path = path
+        self._window = window
+        self._file_id: tuple[int, int] | None = None
+        self._before = b""
+        self._mark: tuple[int, ...] = ()
+        self.offset = self.size = 0
+        self._is_within = False
+        """Whether reading resumes within a line that is left out."""
+
+    def read(self, most: int) -> Part:
+        """Return what was written since the last time, up to `most` bytes (or one line, if that is longer)."""
+        try:
+            # Of a thousand files few have grown, and stat is cheaper than open.
+            if _mark(self.path.stat()) == self._mark:
+                return Part(False, [])
+            with open_regular(self.path) as file:
+                status = os.fstat(file.fileno())
+                self.size = status.st_size  # bytes of the file when it was last looked at
+                is_new = self._has_changed((status.st_dev, status.st_ino), file)
+                if is_new:
+                    self.offset, self._before, self._is_within = 0, b"", False
+                self._file_id = (status.st_dev, status.st_ino)
+                if self._window is not None and self.size - self.offset > self._window:
+                    # Most likely within a line.
+                    self.offset, self._before, self._is_within = self.size - self._window, b"", True
+                file.seek(self.offset)
+                content = file.read(most)
+                while content and b"\n" not in content and len(content) < LONGEST and (rest := file.read(most)):
+                    content += rest
+        except OSError:
+            is_new = self._file_id is not None  # it does not exist, or no longer
+            self._file_id, self.offset, self.size, self._before, self._mark = None, 0, 0, b"", ()
+            return Part(is_new, [])
+        # There is more of what was left for later only if the file grows.
+        self._mark = _mark(status) if self.offset + len(content) >= self.size else ()
+        end = content.rfind(b"\n") + 1
+        if not end and len(content) < LONGEST:
+            return Part(is_new, [])
+        skips, self._is_within = self._is_within, not end
+        end = end or len(content)
+        self.offset += end
+        self._before = (self._before + content[:end])[-_KNOWN:]
+        lines = [] if self._is_within else content[: end - 1].split(b"\n")
+        return Part(is_new, lines[1:] if skips else lines, len(content) >= most and self.offset < self.size)
+
+    def _has_changed(self, file_id: tuple[int, int], file: Any) -> bool:
+        if self._file_id is None:
+            return False
+        if file_id != self._file_id or self.size < self.offset:
+            return True
+        file.seek(self.offset - len(self._before))
+        return bool(file.read(len(self._before)) != self._before)
+
+
+def _mark(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def parse_lines(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
+    """Return the JSON objects of lines, and how many lines hold none, as after a crash of their writer."""
+    lines = [line for line in lines if line.strip()]
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) != len(lines):
+        values = [_parsed(line) for line in lines]
+    found = [value for value in values if isinstance(value, dict)]
+    return found, len(lines) - len(found)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def number(value: Any) -> float | None:
+    """Return a value as a number; null stands for what is not finite, and what is no number is None."""
+    if value is None:
+        return math.nan
+    if type(value) in (int, float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return None
+
+
+def is_finite(value: Any) -> bool:
+    return (found := number(value)) is not None and math.isfinite(found)
+
+
+def numbered_files(directory: Path, pattern: str, most: int) -> dict[int, Path]:
+    """Return the files of a directory whose names match, by the number in them, up to so many."""
+    try:
+        found = {int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(pattern, path.name))}
+    except OSError:
+        return {}
+    return {number: found[number] for number in sorted(found)[:most]}
+
+
+MAX_COLUMNS = 2000  # Further names are left out: a page with norms of thousands of blocks would show nothing
+MOST_POINTS = 4000  # Of a line
 STEP = "step"
 
 
 class Columns:
-    """Columns of float64, each with the steps in which it has a value.
-
-    Attributes:
-        version: grows with each change.
-        last_step: the latest; 0 if there is none.
-        left_out: whether there were more names than `MAX_COLUMNS`.
-    """
+    """Columns of float64, each with the steps in which it has a value."""
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self.version = 0
-        self.last_step = 0
-        self.left_out = False
+        self.version = 0  # grows with each change
+        self.last_step = 0  # the latest; 0 if there is none
+        self.left_out = False  # whether there were more names than `MAX_COLUMNS`
 
     @property
     def names(self) -> list[str]:
@@ -113,13 +233,14 @@ class Columns:
             place = bisect.bisect_left(steps, step)
             del steps[place:], values[place:]
 
-    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of steps, int64 (N), and values, float64 (N); both empty where there is none of that name."""
+    def column(self, name: str, low: int | None = None, high: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return copies of steps `within` a span, int64 (N), and values, float64 (N); empty where there are none."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
-        return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
+        at = np.array(steps, dtype=np.int64)
+        part = within(at, low, high)
+        return at[part], np.array(values, dtype=np.float64)[part]
 
     def last(self, name: str) -> float | None:
-        """Return the latest value."""
         _, values = self._columns.get(name, ((), ()))
         return values[-1] if values else None
 
@@ -127,21 +248,14 @@ class Columns:
         """Return points of columns within some steps, each column downsampled by itself, as values of JSON."""
         found = {}
         for name in names:
-            steps, values = self.column(name)
-            part = within(steps, low, high)
-            steps, values = steps[part], values[part]
+            steps, values = self.column(name, low, high)
             places = chosen(steps, values, min(points, MOST_POINTS))
             found[name] = {"x": steps[places].tolist(), "y": plain(values[places]), "count": len(steps)}
         return found
 
     def together(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Return points of several columns at the same steps, which the column `by` chooses, as values of JSON.
-
-        Values that are drawn on top of each other must be of one step, or their sum would be of none.
-        """
-        steps, values = self.column(by)
-        part = within(steps, low, high)
-        steps, values = steps[part], values[part]
+        """Return several columns at the steps that the column `by` chooses, to be drawn on top of each other."""
+        steps, values = self.column(by, low, high)
         at = steps[chosen(steps, values, min(points, MOST_POINTS))]
         found: dict[str, list[float | None]] = {}
         for name in names:
@@ -170,15 +284,10 @@ def within(steps: np.ndarray, low: int | None, high: int | None) -> slice:
 
 
 def chosen(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
-    """Return ascending indices, int64, of about so many points to draw; all where there are no more.
-
-    Of each bucket these are the lowest and the highest value, and one that is not finite; and the first and the last
-    point of all; see [Note: buckets].
-    """
+    """Return ascending indices, int64, of about so many points to draw; see [Note: buckets]."""
     if len(steps) <= max(points, 2):
         return np.arange(len(steps))
-    wide = width(int(steps[0]), int(steps[-1]), max(1, points // 2))
-    buckets = steps // wide
+    buckets = steps // width(int(steps[0]), int(steps[-1]), max(1, points // 2))
     starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
     bucket_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(steps)))
     is_finite = np.isfinite(values)
@@ -186,12 +295,10 @@ def chosen(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
     highest = np.maximum.reduceat(np.where(is_finite, values, -np.inf), starts)
     found = [np.array([0, len(steps) - 1])]
     for wanted in (is_finite & (values == lowest[bucket_of]), is_finite & (values == highest[bucket_of]), ~is_finite):
-        # The first of each bucket.
-        places = np.flatnonzero(wanted)
+        places = np.flatnonzero(wanted)  # the first of each bucket
         found.append(places[np.flatnonzero(np.diff(bucket_of[places], prepend=-1))])
     return np.unique(np.concatenate(found))
 
 
 def plain(values: np.ndarray) -> list[float | None]:
-    """Return values for JSON, which has no numbers that are not finite."""
     return [value if ok else None for value, ok in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)]

@@ -1,12 +1,55 @@
-"""Implement the hooks of this plugin. No torch in this module."""
+"""Hook and command: `meshwright watch`, a local page about runs, while they train and afterwards. Imports no torch."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from meshwright.plugin import hookimpl
+from meshwright.plugin import Traceback, hookimpl, say, told
 
-from .command import watch
+PORT = 6420
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def watch(
+    directories: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs: their output_dir.")],
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help=f"Default: {PORT}, or one that is free; 0: one that is free.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. Its token lets in whoever has it.")] = LOOPBACK[0],
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Watch runs on a local page: loss, norms, rates, memory, stragglers, timelines; several are compared."""
+    with told(traceback):
+        from .run import watched
+        from .server import address, listening, new_token, serve
+
+        runs = watched(directories)
+        listener = listening(host, port, default=PORT)
+        token = new_token()
+        url = address(listener, token)
+        say(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
+        if host not in LOOPBACK:
+            say("note: whoever has this address can see these runs, and it is sent unencrypted\n", stderr=True)
+        if not no_browser and _has_display():
+            # The listener is there already: a browser that is quick waits for the server.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+        try:
+            serve(runs, listener, host=host, token=token)
+        except KeyboardInterrupt:
+            say("\n")
+
+
+def _has_display() -> bool:
+    """Whether a browser can show a page; without a display it might take over the terminal."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 @hookimpl

@@ -1,11 +1,15 @@
-"""One run as its directory describes it. Nothing is read before somebody asks, and then only what is new."""
+"""One run and its ranks as its directory describes them. Only what is new is read, and only when somebody asks."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,26 +18,121 @@ import numpy as np
 
 from meshwright.plugin import ConfigError, parse_json, parse_yaml, read_regular
 from meshwright_run.run_directory import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, RunDirectory
+from meshwright_run.stragglers import stragglers
 
-from .columns import Columns
-from .ranks import Ranks
-from .tail import Tail, parse_lines
+from .columns import Columns, Tail, is_finite, number, numbered_files, parse_lines, plain
 
-PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
-"""Of which the directory of a run has one at least."""
-AT_ONCE = 1 << 22
-"""Bytes of metrics that are read at once."""
+MAX_RANKS = 1024  # Files of further ranks are not read
+WINDOW = 1 << 14  # Bytes at the end of a file, for a rank's last steps
+LAST = 50  # Steps
+_WHOLE = 1 << 26  # Bytes of the file of one rank, all of which is read for its history
+_SECONDS, _SPAN = "seconds", ("low", "median", "high")
+
+
+class _Rank:
+    """The last steps of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path, window=WINDOW)
+        self._records: deque[dict[str, Any]] = deque(maxlen=LAST)
+        self.memory: dict[str, float] = {}  # of the last step, in bytes by kind
+        self.seconds: list[dict[str, float]] = []  # of each step, for the whole and by part
+
+    @property
+    def last_step(self) -> int:
+        return self._records[-1]["step"] if self._records else 0
+
+    def refresh(self) -> None:
+        part = self._tail.read(WINDOW)
+        if part.is_new:
+            self._records.clear()
+        records = [each for each in parse_lines(part.lines)[0] if type(each.get("step")) is int]
+        for record in records:
+            while self._records and self._records[-1]["step"] >= record["step"]:
+                self._records.pop()
+            self._records.append(record)
+        if records or part.is_new:
+            self.memory = _numbers(self._records[-1].get("memory")) if self._records else {}
+            wholes = [_numbers({_SECONDS: each.get(_SECONDS)}) for each in self._records]
+            self.seconds = [one | _numbers(each.get("times")) for one, each in zip(wholes, self._records, strict=True)]
+
+
+class Ranks:
+    """The ranks of one run, by a directory with a file for each."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._ranks: dict[int, _Rank] = {}
+        self._whole: tuple[int, Tail, Columns] | None = None
+
+    def files(self) -> dict[int, Path]:
+        return numbered_files(self._directory, r"(\d{1,9})\.jsonl", MAX_RANKS)
+
+    def look(self, last: int = LAST) -> dict[str, Any]:
+        """Return memory and seconds of all ranks over their last steps, as lists by rank."""
+        self._ranks = {rank: self._ranks.get(rank) or _Rank(path) for rank, path in self.files().items()}
+        for each in self._ranks.values():
+            each.refresh()
+        ranks = list(self._ranks)
+        seconds = [each.seconds[-last:] for each in self._ranks.values()]
+        memory = [each.memory for each in self._ranks.values()]
+        spans = {part: _over(seconds, part) for part in _names(step for each in seconds for step in each)}
+        whole = spans[_SECONDS][1] if _SECONDS in spans else np.array([])
+        step_seconds = float(np.nanmedian(whole)) if np.isfinite(whole).any() else 0.0
+        medians = [(part, span[1]) for part, span in spans.items()]
+        slow = [each for part, those in medians for each in stragglers(ranks, part, those, step_seconds=step_seconds)]
+        return {
+            "ranks": ranks,
+            "steps": [each.last_step for each in self._ranks.values()],
+            "last": last,
+            "parts": {part: dict(zip(_SPAN, map(plain, span), strict=True)) for part, span in spans.items()},
+            "memory": {kind: plain(np.array([each.get(kind, math.nan) for each in memory])) for kind in _names(memory)},
+            "stragglers": [asdict(each) | {"deviations": _finite(each.deviations)} for each in slow[:100]],
+        }
+
+    def history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
+        """Return seconds and memory of one rank within some steps; None: no file. The latest rank's file is kept."""
+        path = self.files().get(rank)
+        if path is None:
+            return None
+        if self._whole is None or self._whole[0] != rank:
+            self._whole = rank, Tail(path, window=_WHOLE), Columns()
+        _, tail, columns = self._whole
+        part = tail.read(_WHOLE)
+        if part.is_new:
+            columns.clear()
+        columns.add(parse_lines(part.lines)[0])
+        return {"rank": rank, "series": columns.series(columns.names, low, high, points)}
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    items = value.items() if isinstance(value, dict) else ()
+    return {name: found for name, each in items if is_finite(each) and (found := number(each)) is not None}
+
+
+def _names(records: Iterable[dict[str, float]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(dict.fromkeys(map(tuple, records)))))
+
+
+def _over(seconds: list[list[dict[str, float]]], part: str) -> np.ndarray:
+    """Lowest, median and highest of each rank's steps, float64 (3, R); NaN for a rank that has none."""
+    table = np.full((len(seconds), max(1, max((len(each) for each in seconds), default=0))), np.nan)
+    for row, steps in zip(table, seconds, strict=True):
+        row[: len(steps)] = [step.get(part, math.nan) for step in steps]
+    table.sort(axis=1)  # what is missing comes last
+    count, row = np.isfinite(table).sum(axis=1), np.arange(len(seconds))
+    middle = (table[row, np.maximum(count - 1, 0) // 2] + table[row, count // 2 % table.shape[1]]) / 2
+    return np.array([table[:, 0], middle, table[row, np.maximum(count - 1, 0)]])
+
+
+PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)  # Of which the directory of a run has one at least
+AT_ONCE = 1 << 22  # Bytes of metrics that are read at once
 MAX_EVENTS = 20_000
-MAX_EVENT = 1 << 14
-"""Bytes of one; longer ones are left out."""
+MAX_EVENT = 1 << 14  # Bytes of one; longer ones are left out
 
 
 class WatchedRun:
-    """A run, by its directory, which may be empty yet, and a name for the page.
-
-    Raises:
-        ConfigError: it is no directory, or holds other things.
-    """
+    """A run, by its directory, which may be empty yet, and a name for the page."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory.resolve()
@@ -69,7 +168,6 @@ class WatchedRun:
         return part.has_more or events.has_more
 
     def settings(self) -> dict[str, Any]:
-        """Return the run file; {} where there is none."""
         found = self._read(RUN, parse_yaml)
         return found if isinstance(found, dict) else {}
 
@@ -91,16 +189,16 @@ class WatchedRun:
         metrics, start, settings = self.metrics, self._last("start"), self.settings()
         state, why = self._condition()
         versions = {"metrics": metrics.version, "events": self._events_version, "timeline": _newest(self.timeline)}
+        texts = {name: _text(start.get(name)) for name in ("strategy", "mesh", "device")}
         return self._blank() | {
+            **texts,
             "state": state,
             "why": why,
             "step": metrics.last_step,
             "steps": _int(start.get("steps")) or _int(settings.get("steps")),
-            "strategy": _text(start.get("strategy")) or _text(settings.get("strategy")),
-            "mesh": _text(start.get("mesh")),
+            "strategy": texts["strategy"] or _text(settings.get("strategy")),
             "world_size": _int(start.get("world_size")),
             "parameters": _int(start.get("parameters")),
-            "device": _text(start.get("device")),
             "meshwright": _text(start.get("version")),
             "names": metrics.names,
             "last": {name: _finite(metrics.last(name)) for name in metrics.names if not name.startswith("norms/")},
@@ -159,11 +257,7 @@ class WatchedRun:
 
 
 def watched(directories: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of some directories, each once, by names that differ: as much of their paths as that takes.
-
-    Raises:
-        ConfigError: one is no directory of a run.
-    """
+    """Return the runs of some directories, each once, by names that differ: as much of their paths as that takes."""
     given = list({directory.resolve(): directory for directory in directories}.values())
     parts = [directory.resolve().parts for directory in given]
     names = []

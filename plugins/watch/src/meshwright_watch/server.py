@@ -36,8 +36,7 @@ except ImportError as error:
         f"pip install -e '.[watch]' in a clone."
     ) from None
 
-TOKEN = "token"
-"""The parameter of the address that holds the token."""
+TOKEN = "token"  # The parameter of the address that holds the token
 WEB = Path(__file__).parent / "web"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
@@ -65,12 +64,10 @@ def listening(host: str, port: int | None, *, default: int) -> socket.socket:
 
 
 def new_token() -> str:
-    """Return what a browser must know to see the page."""
     return secrets.token_urlsafe(24)
 
 
 def address(listener: socket.socket, token: str) -> str:
-    """Return where a browser of this machine finds the page."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}/?{TOKEN}={token}"
@@ -93,7 +90,6 @@ def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, tok
 
 
 def application(runs: Sequence[WatchedRun], *, host: str, port: int, token: str) -> Starlette:
-    """Return the page and its answers as an ASGI application."""
     answers = Answers(runs)
     names = ("state", "series", "events", "ranks", "rank", "timeline", "compare")
     files = [Route(path, _file, methods=["GET"]) for path in ("/", "/web/{name}", "/web/vendor/{vendored}")]

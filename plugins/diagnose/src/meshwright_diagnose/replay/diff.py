@@ -27,16 +27,17 @@ from .order import (
     TOLERANCES,
     Order,
     Perform,
+    Recorded,
     degrees_of,
     dropouts,
     in_float64,
     order_of,
+    plain_of,
     precision_of,
     scratch,
     without_dropout,
 )
-from .record import Recorded, plain_of
-from .start import relative
+from .start import performed, relative
 from .tensors import Differences, differences, different_outputs, traced
 
 NUMBERS = (
@@ -49,18 +50,14 @@ ELSEWHERE = (
     *("plan", "checkpoint", "timeout_s", "data.cache_dir", "eval"),
 )
 """Keys that change no number of a step."""
-EXACT = 1e-9
-"""Tolerance of rates and counts, which follow from the step alone."""
+EXACT = 1e-9  # Tolerance of rates and counts, which follow from the step alone
 JUMP = 100.0
 """More than so many times the distance before, or the dtype's rounding, does not come by rounding in one step."""
 
 
 @dataclass(frozen=True)
 class Parted:
-    """The first step in which one number of two runs differs beyond rounding.
-
-    `before` is the largest relative difference in earlier steps, and `first` the step in which they differ at all.
-    """
+    """The first step in which a number of two runs differs beyond rounding; `first`: in which it differs at all."""
 
     name: str
     step: int
@@ -77,10 +74,7 @@ class Parted:
 
 @dataclass(frozen=True)
 class Course:
-    """The first and the last common step of two runs, what differs beyond rounding, and the largest differences.
-
-    What differs is in the order of steps, and causes come first within a step.
-    """
+    """First and last common step of two runs, what differs beyond rounding, in order, and the largest differences."""
 
     steps: tuple[int, int]
     parted: tuple[Parted, ...]
@@ -89,10 +83,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of both runs, done again in the layouts of both, in the order of [Note: cause before effect].
-
-    `mode` says what was changed of the runs, and `reason` why outputs of modules are not compared.
-    """
+    """One step of both runs, done again in both layouts; `mode`: what was changed of the runs."""
 
     step: int
     mode: str
@@ -119,27 +110,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Diff:
-    """What two runs differ in.
-
-    Attributes:
-        settings, layout: keys of the run files with both values: from which numbers follow, and those of the layout.
-        resumed: by run, the step after which the attempt that has done the differing step resumed.
-        replayed: the first differing step, done again; None: it was not, and `why_not` may say why.
-        precision: the coarser dtype of both.
-    """
+    """What two runs differ in; `precision` is the coarser dtype."""
 
     runs: tuple[str, str]
     settings: tuple[tuple[str, str, str], ...]
     layout: tuple[tuple[str, str, str], ...]
     course: Course
     resumed: tuple[int | None, int | None]
-    replayed: Step | None
+    replayed: Step | None  # the first differing step, done again; None: it was not, and `why_not` may say why
     why_not: str
-    precision: str
+    precision: str  # the coarser dtype of both
 
     @property
     def parted(self) -> Parted | None:
-        """What differs first."""
         return self.course.parted[0] if self.course.parted else None
 
     @property
@@ -147,7 +130,6 @@ class Diff:
         return 1 if self.parted is not None or (self.replayed is not None and not self.replayed.is_same) else 0
 
     def as_values(self) -> dict[str, Any]:
-        """Return values of JSON."""
         values = asdict(self)
         course, resumed = values.pop("course"), values.pop("resumed")
         return {
@@ -171,10 +153,7 @@ def diff(
     show_traceback: bool = False,
     perform: Perform | None = None,
 ) -> Diff:
-    """Compare two runs, and do a step again, by default the first that differs; see [Note: cause before effect].
-
-    With `float64`, both do it in float64, from the same checkpoint. `perform` is as for `replay`.
-    """
+    """Compare two runs, and do a step again, by default the first that differs; see [Note: cause before effect]."""
     if started_by_launcher():
         raise ConfigError("diff starts the ranks of both layouts itself, one after the other. Start it by no launcher.")
     if rtol is not None and not rtol > 0:
@@ -200,8 +179,6 @@ def diff(
     if which is None or not replays:
         return found
     try:
-        from .rank import performed
-
         again = perform or partial(performed, show_traceback=show_traceback)
         step_of_both = _again(runs, which, float64=float64, rtol=rtol, precision=precision, perform=again)
     except (ConfigError, CheckpointError) as error:
@@ -275,7 +252,6 @@ def _first(apart: Mapping[int, float], tolerance: float, epsilon: float, jump: f
 def _again(
     runs: tuple[Recorded, Recorded], step: int, *, float64: bool, rtol: float | None, precision: str, perform: Perform
 ) -> Step:
-    """Do the step in both layouts."""
     with scratch() as root:
         outs = [root / name for name in ("one", "other")]
         for out in outs:
@@ -322,7 +298,6 @@ def _draws(order: Order) -> tuple[int, ...]:
 
 
 def _dropouts(order: Order) -> dict[str, Any]:
-    """What the configuration of a run's model sets above zero of dropout."""
     from meshwright_run.preflight import data_and_model_config
 
     config = data_and_model_config(order.config)[1].to_dict()

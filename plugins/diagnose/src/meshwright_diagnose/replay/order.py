@@ -1,31 +1,195 @@
-"""What the ranks of a replay do: which steps of which run, from where, in which layout; and have them do it.
+"""What a replay does: which steps of a recorded run, from where, and in which layout.
+
+[Note: whose run file] A directory has the run file of its last attempt. A step of an earlier attempt is done again by
+the run file that the first checkpoint after it has kept.
+
+[Note: abandoned steps] What a run did before a bad step took it back changed nothing but which batches are drawn. So it
+is not done again, and the batches that it left out since are left out. An attempt that resumes from an earlier
+checkpoint has forgotten what was done after that one.
 
 [Note: nothing is written] A replay runs by the run's own file, but in another directory, which is removed afterwards.
 Only the log-probabilities of a reference are copied there, since the run was compared with them.
 
-[Note: what is changed] A replay may leave out dropout, or take another dtype than the run: then two layouts, which draw
-other numbers and round in another order, compute the same. What is changed so is ignored where checkpoint and run file
-are compared.
+[Note: what is changed] A replay may leave out dropout, or take another dtype, so that two layouts, which draw other
+numbers and round in another order, compute the same. Such changes are ignored where checkpoint and run file are
+compared.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshwright.plugin import ConfigError, Degrees, MeshSizes, resolve
-from meshwright_run.fate import NEVER
+from meshwright.plugin import (
+    ConfigError,
+    Degrees,
+    Folder,
+    Manifest,
+    MeshSizes,
+    StepResult,
+    TornCheckpointError,
+    all_in,
+    open_regular,
+    parse_json,
+    read_manifest,
+    resolve,
+    validated,
+)
+from meshwright_run.fate import AUTO, NEVER
 from meshwright_run.preflight import processes
+from meshwright_run.report import read_metrics
 from meshwright_run.run_directory import RunDirectory
-from meshwright_run.run_file import RunConfig
+from meshwright_run.run_file import RunConfig, load_run
 from meshwright_run.run_sections import CheckpointConfig, ResumeConfig
 
-from .record import Beginning, Recorded, WentBack
+_MOST_EVENTS = 1 << 28  # Bytes of the file of events that are read
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a replay begins with: how many steps were done before, and a checkpoint; None: where the run begins."""
+
+    step: int
+    checkpoint: Folder | None
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """The run went back to `to` steps done, and left out so many batches from there."""
+
+    to: int
+    batches: int
+
+
+class Recorded:
+    """A run that has been done, or is being done, by its output_dir."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        paths = RunDirectory(directory)
+        if not paths.run_file.is_file():
+            raise ConfigError(
+                f"{str(directory)!r} has no {paths.run_file.name}: it is no directory of a run. Give its output_dir."
+            )
+        self.config = load_run(paths.run_file)
+        self.paths = RunDirectory(directory, self.config.checkpoint)
+        results = read_metrics(paths.metrics, until=1 << 62, steps=self.config.steps or 0)
+        self.results: Mapping[int, StepResult] = {each.step: each for each in results}
+        if not self.results:
+            raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be told.")
+
+    @property
+    def saved(self) -> Folder:
+        """The place of its checkpoints, also where the directory was moved."""
+        return self.paths.checkpoints
+
+    @cached_property
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        try:
+            with open_regular(self.paths.events) as file:
+                lines = file.read(_MOST_EVENTS).decode(errors="replace").splitlines()
+        except OSError:
+            return ()
+        found = []
+        for line in lines:
+            try:
+                found.append(parse_json(line))
+            except ValueError:
+                continue
+        return tuple(event for event in found if isinstance(event, dict))
+
+    @cached_property
+    def sittings(self) -> Sequence[int]:
+        """The steps that were done before each attempt: 0 for the first, and then where the run resumed."""
+        starts = (event.get("start") for event in self.events if event.get("event") == "start")
+        return tuple(start for start in starts if isinstance(start, int))
+
+    def went_back(self, beginning: Beginning) -> tuple[WentBack, ...]:
+        """Return where the run went back to after a beginning, in the order of steps; see [Note: abandoned steps]."""
+        left: list[tuple[int, int]] = []
+        for event in self.events:
+            match event:
+                case {"event": "start", "start": int(start)}:
+                    left = [each for each in left if each[0] < start]
+                case {"event": "bad step", "step": int(step), "back_to": int(to)}:
+                    left.append((to, step - to))
+        found: list[WentBack] = []
+        for to, batches in reversed(left):
+            if to < beginning.step:
+                break
+            # A run that went back further later has left out from there all that was left out until then.
+            found.append(WentBack(min(to, found[-1].to) if found else to, batches))
+        return tuple(reversed(found))
+
+    def went_on_before(self, step: int) -> int | None:
+        """Return where the attempt that has done a step began, if it resumed."""
+        # An attempt voids what earlier ones have done from its beginning on.
+        begun = [start for place, start in enumerate(self.sittings) if all(start <= e for e in self.sittings[place:])]
+        return max((start for start in begun if 0 < start < step), default=None)
+
+    def result(self, step: int) -> StepResult:
+        if step not in self.results:
+            raise ConfigError(
+                f"step {step} is none of the run in {self.directory}: {self.paths.metrics.name} has steps "
+                f"{min(self.results)} to {max(self.results)}. Give one of them."
+            )
+        return self.results[step]
+
+    def beginning(self, step: int) -> Beginning:
+        """Return the nearest checkpoint before a step, or the beginning of the run."""
+        for place in all_in(self.saved):
+            manifest = _manifest(place)
+            if manifest is not None and manifest.step < step:
+                return Beginning(manifest.step, place)
+        first, named = min(self.results), self.config.resumption.source
+        if named not in (AUTO, NEVER) and first > 1:
+            place = self.paths.place_of(named)
+            manifest = read_manifest(place)
+            if manifest.step < step:
+                return Beginning(manifest.step, place)
+        if first == 1:
+            return Beginning(0, None)
+        raise ConfigError(
+            f"there is no whole checkpoint before step {step} in {self.saved}, and the run began at "
+            f"step {first}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
+        )
+
+    def config_of(self, step: int) -> RunConfig:
+        """Return the run file by which a step was done; see [Note: whose run file]."""
+        if self.sittings and step <= self.sittings[-1]:
+            for place in reversed(all_in(self.saved)):
+                manifest = _manifest(place)
+                if manifest is not None and manifest.step >= step and "run" in manifest.extra:
+                    return validated(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
+        return self.config
+
+
+def _manifest(checkpoint: Folder) -> Manifest | None:
+    """The manifest of a checkpoint; None where it is incomplete."""
+    try:
+        return read_manifest(checkpoint)
+    except TornCheckpointError:
+        return None
+
+
+def plain_of(result: StepResult) -> dict[str, float]:
+    """Return what must be the same when a step is done again, by name, causes first."""
+    rates = result.learning_rates if len(result.learning_rates) > 1 else {}
+    return {
+        "num_tokens": result.num_tokens,
+        "learning_rate": result.learning_rate,
+        **{f"learning_rate of group {name}": rate for name, rate in rates.items()},
+        "loss": result.loss,
+        **{f"sum {name}": value for name, value in result.sums.items()},
+        "grad_norm": result.grad_norm,
+    }
+
 
 HALF = ("float16", "bfloat16")
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
@@ -36,28 +200,18 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Order:
-    """What is done again.
-
-    Attributes:
-        step: the last that is done, from 1.
-        out: where the first rank, or all, leave what they find.
-        layout: run file and number of the ranks whose work one process does; None: each rank does its own.
-        changed: keys of the model that are not those of the run.
-        compares: whether the work of each data rank is done a second time, by another.
-        keeps: whether gradients, parameters and outputs of modules of the last step are kept.
-        found: what the ranks have found, where they run in this process.
-    """
+    """What is done again."""
 
     config: RunConfig
     world_size: int
-    step: int
+    step: int  # the last that is done, from 1
     beginning: Beginning
-    out: Path
+    out: Path  # where the first rank, or all, leave what they find
     went_back: tuple[WentBack, ...] = ()
     layout: tuple[RunConfig, int] | None = None
-    changed: tuple[str, ...] = ()
-    compares: bool = False
-    keeps: bool = False
+    changed: tuple[str, ...] = ()  # keys of the model that are not those of the run
+    compares: bool = False  # whether the work of each data rank is done a second time, by another
+    keeps: bool = False  # whether gradients, parameters and outputs of modules of the last step are kept
     found: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -65,10 +219,7 @@ Perform: TypeAlias = Callable[[Order], dict[str, Any]]
 
 
 def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = None, keeps: bool = False) -> Order:
-    """Return the order to do a step of a run again in its own layout.
-
-    `out` is an empty directory, `world_size` the ranks that a launcher has started; None: they are started here.
-    """
+    """Return the order to do a step again in its run's layout, on the ranks of a launcher or on new ones (None)."""
     ranks = run.result(step).world_size
     config, beginning = run.config_of(step), run.beginning(step)
     if world_size is None:
@@ -82,8 +233,7 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
     directory.mkdir()
     if run.paths.reference.is_file():
         own = RunDirectory(directory)
-        # The copy counts as the replay's own, which may be replaced.
-        own.claim()
+        own.claim()  # the copy counts as the replay's own, which may be replaced
         shutil.copy2(run.paths.reference, own.reference)
     changes = {
         "output_dir": str(directory),
@@ -161,7 +311,6 @@ def without_dropout(order: Order, model: Mapping[str, Any]) -> Order:
 
 
 def dropouts(model: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a model's configuration that set a dropout above zero."""
     return [key for key, value in model.items() if "drop" in key and isinstance(value, float) and value > 0]
 
 
@@ -175,6 +324,5 @@ def precision_of(config: RunConfig) -> str:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a directory for what a replay writes, and remove it afterwards."""
     with tempfile.TemporaryDirectory(prefix="meshwright-replay-") as directory:
         yield Path(directory)

@@ -1,19 +1,16 @@
 """The work of each data rank in a step: done by it and by another, and compared bit for bit; or all by one process.
 
 [Note: shares in a circle] A step is computed three times from the same parameters, and the optimizer steps in none.
-First each data rank does its own share, with its own random numbers; then each does that of the next rank; then its
-own once more. On correct hardware, a share comes to the same bits wherever it is done. What is compared is local: the
-output of each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. Hooks on
-modules and parameters see them, so no strategy need know of it, and no rank needs more memory than the strategy does.
-Logits that are made row by row are no tensor yet, and are seen in what follows from them.
+First each data rank does its own share, with its own random numbers; then that of the next rank; then its own once
+more. On correct hardware, a share comes to the same bits wherever it is done. Hooks see what is local: the output of
+each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. Logits that are made row
+by row are no tensor yet, and are seen in what follows from them.
 
 [Note: who is wrong] A rank that computes wrongly spoils two shares: its own, and that of the next rank. Of three data
 ranks or more, the one that both spoilt shares have in common is named. Two have both shares in common, and then both
 are named, unless one does not agree with itself. Where every rank disagrees with itself, kernels are at fault that sum
-in no fixed order, and nobody is named.
-
-Ranks that share a data rank's batch have parts of the same work; the one that differs first, in the order in which the
-parts depend on each other, is named for all.
+in no fixed order, and nobody is named. Of ranks that share a data rank's batch, the one that differs first, in the
+order in which the parts depend on each other, is named for all.
 """
 
 from __future__ import annotations
@@ -35,18 +32,12 @@ from meshwright_run.data import Feed
 from meshwright_run.preflight import Plan, masks_padding
 
 OUTPUT, GRADIENT = "output of", "gradient of"
-PLAIN = (Tensor, DTensor)
-"""Types of outputs that are tensors already; others are made when they are asked for."""
-Digest = tuple[str, str]
-"""A name, and a hash of the bits."""
+PLAIN = (Tensor, DTensor)  # Types of outputs that are tensors already; others are made when they are asked for
+Digest = tuple[str, str]  # A name, and a hash of the bits
 
 
 class AllShares:
-    """Draw the shares of all data ranks in one process; see `train.assembly.loop_of`.
-
-    Attributes:
-        is_joined: whether the microbatches of one number are one, over all ranks, as a router loss needs them.
-    """
+    """Draw the shares of all data ranks in one process; see `train.assembly.loop_of`."""
 
     def __init__(self, plan: Plan, data_size: int, seed: int) -> None:
         self.is_joined = masks_padding(plan.model_config)
@@ -57,10 +48,8 @@ class AllShares:
         shares = feed.shares(step)
         self._step, self._number, self._each = step, 0, len(shares[0])
         if self.is_joined:
-            return [
-                {name: torch.cat([each[name] for each in same]) for name in same[0]}
-                for same in zip(*shares, strict=True)
-            ]
+            alike = zip(*shares, strict=True)
+            return [{name: torch.cat([each[name] for each in same]) for name in same[0]} for same in alike]
         return [batch for share in shares for batch in share]
 
     @contextmanager
@@ -148,7 +137,9 @@ class _Digests:
         return note
 
     def _note(self, name: str, tensor: Tensor) -> None:
-        self.found.append((name, hash_of(tensor)))
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        plain = local.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        self.found.append((name, hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).hexdigest()))
 
 
 def first_of(output: Any) -> Any:
@@ -156,21 +147,8 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
-def hash_of(tensor: Tensor) -> str:
-    """Return a hash of the bits of this rank's part of a tensor."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    plain = local.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).hexdigest()
-
-
 def compare_shares(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) -> dict[str, Any]:
-    """Return what `judged` finds of a step's batches; see [Note: shares in a circle]. Collective.
-
-    Nothing is trained, and no gradient remains.
-
-    Args:
-        draw: the number by which the batches are drawn; see [Note: draws] in `train.bad_steps`.
-    """
+    """Return what `judged` finds of a step's batches; nothing is trained. Collective."""
     passes: list[tuple[Digest, ...]] = []
     for ahead in (0, 1, 0):
         shared.ahead = ahead
@@ -199,10 +177,7 @@ def _digests(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) ->
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank has computed in three passes; see [Note: shares in a circle].
-
-    `place` holds its ranks along the axes other than `pp` whose ranks share a batch.
-    """
+    """What a rank has computed in three passes; `place`: along the axes other than `pp` that share a batch."""
 
     rank: int
     data_rank: int
@@ -214,13 +189,7 @@ class Work:
 
 
 def judged(works: Sequence[Work], data_size: int) -> dict[str, Any]:
-    """Return who computes wrongly, as values of JSON; see [Note: who is wrong].
-
-    Returns:
-        `suspects`, ranks of the world; `data_ranks`, theirs; `shares`, by data rank what differs first in its share,
-        with the ranks that have done it; `unsteady`, ranks that disagree with themselves; `why` nobody is named,
-        where shares differ all the same; and `compared`, hashes of a rank.
-    """
+    """Return who computes wrongly, as values of JSON; see [Note: who is wrong]."""
     by_place = {(each.data_rank, each.stage, each.place): each for each in works}
     parts = sorted({(each.stage, each.place) for each in works})
     unsteady = [each for each in works if _first(each.own, each.again) is not None]
@@ -257,7 +226,6 @@ def judged(works: Sequence[Work], data_size: int) -> dict[str, Any]:
 
 
 def _first(one: Sequence[Digest], other: Sequence[Digest]) -> int | None:
-    """Return the first place in which two differ."""
     for place, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return place

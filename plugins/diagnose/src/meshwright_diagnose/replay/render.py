@@ -192,7 +192,6 @@ def _tensors(found: Differences) -> str:
 
 
 def _conclusion(step: Step) -> str:
-    """See [Note: cause before effect] in `diff`."""
     if not step.same_rows:
         return "The two steps had other data: look at data, seed and batch_size of the run files."
     if step.before.first is not None:

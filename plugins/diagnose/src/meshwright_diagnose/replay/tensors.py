@@ -1,12 +1,11 @@
 """Keep parameters, gradients and outputs of modules of a step in files, and compare those of two replays.
 
-[Note: a gradient as state] What an optimizer steps is divided over ranks as its state is, and a strategy describes
-state by name, in chunks. So a gradient that is put into that state for a moment is described as chunks of a full
-tensor, under the names of the unwrapped model, however the strategy shards parameters.
+[Note: a gradient as state] A strategy describes optimizer state by name, in chunks. So a gradient that is put into that
+state for a moment is described as chunks of a full tensor, under the names of the unwrapped model.
 
 [Note: full outputs] Ranks of data have rows of their own, one after the other. Along `tp` an output is full on each
-rank, or a part of the positions, or a part of the features, which is left out: a layer's divided output shows in what
-follows from it. Along `cp` positions are dealt out in another order, and nothing is kept.
+rank, or a part of the positions, or a part of the features, which is left out. Along `cp` positions are dealt out in
+another order, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from .peers import PLAIN, first_of
 
 BUCKET_BYTES = 1 << 25
 NAMES = "names.json"
-MOST_BYTES = 1 << 30
-"""Of outputs on one rank; if they take more, none are kept."""
+MOST_BYTES = 1 << 30  # Of outputs on one rank; if they take more, none are kept
 _KEY = "meshwright_gradient"
 
 
@@ -157,11 +155,7 @@ class Outputs:
     def save(self, directory: Path, drawn: Sequence[Batch]) -> None:
         """Save them in a file of this rank, with the rows of its microbatches."""
         mesh = self._mesh
-        rows = [
-            torch.stack([ids, labels])
-            for batch in drawn
-            for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
-        ]
+        rows = [torch.stack(pair) for batch in drawn for pair in zip(batch["input_ids"], batch["labels"], strict=True)]
         outputs = {} if self.reason else {name: _joined(each, len(rows)) for name, each in self._found.items()}
         saved = {
             "data_rank": mesh.data_rank,
@@ -192,7 +186,6 @@ class Traced:
 
 
 def traced(directory: Path) -> Traced:
-    """Read what the ranks of a replay have kept in a directory."""
     files = sorted(directory.glob("outputs-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
     ranks = [torch.load(path, weights_only=True) for path in files]
     reason = next((each["reason"] for each in ranks if each["reason"]), "")

@@ -30,22 +30,19 @@ from meshwright.plugin import (
 from meshwright_run.launch.local import launch
 from meshwright_run.launch.rank import guarded
 
-from ..device import Device, Node, devices
-from ..device import find_device as find_file
+from ..config import Device, Node, devices
+from ..config import find_device as find_file
 from . import measure
 from .fit import Sample, deviation, fit
 from .measure import Clock, Effort
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MOST_RANKS = 8
-"""Default ranks on a CPU, where it has as many cores."""
+MOST_RANKS = 8  # Default ranks on a CPU, where it has as many cores
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured of a device, per second: operations of `products` by dtype and class, and of `attention`
-    forward and backward; bytes of `streams` by operator; the rest as of `Device`.
-    """
+    """What was measured of a device, per second; the last three as of `Device`."""
 
     products: Mapping[str, Mapping[int, float]]
     attention: tuple[float, float]
@@ -65,23 +62,8 @@ def calibrate_to(
     effort: Effort | None = None,
     show_traceback: bool = False,
 ) -> int:
-    """Measure this machine and write its device file. Starts the ranks itself, or joins those of a launcher.
-
-    Args:
-        path: of the file (".yaml" or ".yml"), which is replaced if it exists.
-        base: a device, or the path of its file, whose numbers stand for what is not measured; None: the one with the
-            device's name.
-        ranks: that compute at the same time; None: one for each device, or on a CPU for each core, up to `MOST_RANKS`.
-        device: "cpu" or "cuda"; None: the accelerator if there is one.
-        effort: None: what takes some minutes.
-        show_traceback: show the traceback of a MeshwrightError of a rank, too.
-
-    Returns:
-        An exit code: 0, or that of the rank that failed, which has printed why.
-
-    Raises:
-        ConfigError: the file cannot be written there, there is no such base, or no base for this device is known.
-        MeshError: there is no such device, or not that many.
+    """Measure this machine, write its device file, and return the exit code. Starts ranks, or joins those of a
+    launcher.
     """
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
@@ -114,11 +96,7 @@ def _rank(store: dist.Store | None, path: str, base: str, device: str, effort: E
 
 
 def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
-    """Measure the machines of a world; see `calibrate_to`. Collective.
-
-    Raises:
-        MeshError: nodes have different numbers of ranks.
-    """
+    """Measure the machines of a world; see `calibrate_to`. Collective."""
     file = find_file(base)
     effort = effort or Effort.of(world.device)
     clock = Clock(world, effort)
@@ -174,7 +152,6 @@ def _rates(world: World, clock: Clock, effort: Effort) -> Rates:
 def device_of(
     world: World, base: Device, base_name: str, rates: Rates, found: Sequence[Sample], ranks: int, effort: Effort
 ) -> Device:
-    """Return what was measured as a device, of nodes of `ranks`; see `calibrate`."""
     is_cpu = world.device.type == "cpu"
     flops, parts = dict(base.flops), dict(base.matmul_efficiency)
     for dtype, table in rates.products.items():
@@ -218,7 +195,6 @@ def _node(base: Node, found: Sequence[Sample], ranks: int, *, is_cpu: bool) -> N
 
 
 def written(device: Device) -> str:
-    """Return the text of a device file; see `find_device`."""
     lines = ["# A device file of `meshwright plan --calibrate`. Rates are per second, in operations and bytes."]
     for name, value in device.model_dump().items():
         said = Device.model_fields[name].description

@@ -1,4 +1,4 @@
-"""Latencies and rates of links from how long collectives took: least squares over the model of `links`.
+"""Latencies and rates of links from how long collectives took: least squares over the model of `time`.
 
 What is minimized is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one of
 a gigabyte. Numbers are sought as logarithms, since all are positive, by Levenberg and Marquardt's method (Marquardt
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from meshwright.plugin import MeshError
 
-from .. import links
-from ..device import Link, Node
+from ..config import Link, Node
+from ..time import MESSAGES, collective_seconds
 
 ROUNDS = 200
-_STEP = 1e-6
-"""Step of a logarithm to see what depends on it."""
+_STEP = 1e-6  # Step of a logarithm to see what depends on it
 _FAR, _FACTORS = 1e3, 20.0
 """Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
 _TREES = ("all_reduce", "broadcast")
@@ -38,15 +37,7 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample], node: Node) -> Node:
-    """Return a node whose links give the measured times as nearly as possible.
-
-    Args:
-        node: gives what is not measured: links between nodes if all samples are of one, and latencies of trees if no
-            sample may take one. Its `bandwidth` stays, too, as long as no more was reached.
-
-    Raises:
-        MeshError: there are no samples of more than one rank, or one took no time.
-    """
+    """Return a node whose links give the measured times; `node` gives what samples do not determine."""
     known = [each for each in samples if len(each.ranks) > 1]
     if not known or any(each.seconds <= 0 for each in known):
         raise MeshError(
@@ -58,24 +49,23 @@ def fit(samples: Sequence[Sample], node: Node) -> Node:
 
     def off(logs: Tensor) -> Tensor:
         made = _node(node, names, logs.exp().tolist())
-        told = [links.seconds(each.kind, each.bytes, each.ranks, made) for each in known]
+        told = [collective_seconds(each.kind, each.bytes, each.ranks, made) for each in known]
         return torch.tensor(told, dtype=torch.float64).log() - wanted
 
     start = torch.tensor([_begin(name, known, node) for name in names], dtype=torch.float64).log()
     far = torch.tensor([_FACTORS if name.startswith("factors.") else _FAR for name in names]).double().log()
-    found = _least_squares(off, start, far)
-    return _node(node, names, found.exp().tolist())
+    return _node(node, names, _least_squares(off, start, far).exp().tolist())
 
 
 def deviation(samples: Sequence[Sample], node: Node) -> float:
     """Return the median over samples of how far a node's links are off, as a part of what was measured."""
-    parts = [abs(links.seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples]
+    parts = [abs(collective_seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples]
     return sorted(parts)[len(parts) // 2]
 
 
 def _free(samples: Sequence[Sample], node: Node) -> list[str]:
     """Return the names of the numbers that samples determine: of links, of beginnings, and factors of kinds."""
-    kinds = {"send" if each.kind in links.MESSAGES else each.kind for each in samples}
+    kinds = {"send" if each.kind in MESSAGES else each.kind for each in samples}
     levels = [_level(each, node) for each in samples]
     has_trees = any(kind in _TREES for kind in kinds)
     names = []
@@ -124,8 +114,7 @@ def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor, far: Tensor) 
         columns = [(off(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
         slope = torch.stack(columns, dim=1)
         square = slope.T @ slope
-        # What nothing depends on stays where it is.
-        scale = torch.diag(square.diagonal().clamp(min=1e-9))
+        scale = torch.diag(square.diagonal().clamp(min=1e-9))  # what nothing depends on stays where it is
         step = torch.linalg.solve(square + damping * scale, -slope.T @ residual).clamp(-2, 2)
         step = (now + step).clamp(start - far, start + far) - now
         tried = off(now + step)

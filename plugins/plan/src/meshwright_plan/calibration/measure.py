@@ -19,47 +19,32 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.plugin import Meter, Observer, World, all_gather_single, moments_of, reduce_scatter_single, same_timeout
 
-from ..kernels import VIEW_COST, is_kernel
+from ..time import VIEW_COST, is_kernel
 from ..trace import Operation, touched
 from .fit import Sample
 
-CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Smallest sizes of products."""
-PATIENCE_S = 0.5
-"""What takes longer is not measured, nor is the same in larger."""
+CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)  # Smallest sizes of products
+PATIENCE_S = 0.5  # What takes longer is not measured, nor is the same in larger
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        window_s, windows: work is repeated for that long, and the best of so many windows counts.
-        passes: over all that is measured, some time apart.
-        classes, widest: smallest sizes of products; the others are four times as large, up to `widest`.
-        length: tokens of an attention.
-        stream_bytes, streams: of a tensor that is streamed, and how many take turns.
-        messages: bytes of collectives.
-    """
-
-    window_s: float = 0.025
+    window_s: float = 0.025  # work is repeated for that long, and the best of so many windows counts
     windows: int = 12
-    passes: int = 3
+    passes: int = 3  # over all that is measured, some time apart
     classes: tuple[int, ...] = CLASSES
     widest: int = 16384
-    length: int = 4096
-    stream_bytes: int = 1 << 28
+    length: int = 4096  # tokens of an attention
+    stream_bytes: int = 1 << 28  # of a tensor that is streamed, and how many take turns
     streams: int = 4
-    messages: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))
+    messages: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))  # bytes of collectives
 
     @classmethod
     def of(cls, device: torch.device) -> Effort:
-        """Return what takes some minutes.
-
-        A CPU's memory is streamed by tensors such as a step has: each page of larger ones is made anew, and smaller
-        ones stay in a core's own cache.
-        """
+        """Return an effort of some minutes; streams on a CPU fit no cache, but need no new pages."""
         if device.type != "cpu":
             return cls()
         messages = tuple(1 << power for power in range(10, 27, 2))
@@ -93,21 +78,15 @@ class Clock:
         return self.slowest(time.perf_counter() - begin)
 
     def slowest(self, seconds: float) -> float:
-        """Return the most that a rank has measured, on all ranks."""
         return max(1, self._world.exchange([], [round(seconds * 1e9)])[1][0]) / 1e9
 
     def wait(self) -> None:
-        """Wait until the device has done its work."""
         if self._world.device.type != "cpu":
             torch.accelerator.synchronize()
 
 
 def products(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> dict[int, float]:
-    """Return the operations a second of matrix products by class, as far as `PATIENCE_S` allows.
-
-    Each class is what a linear layer does: its forward, the gradient of its input and that of its weight, each with
-    another size as the smallest; with all sizes alike, and with the others four times as large.
-    """
+    """Return operations per second of a linear layer's three products, by class, as far as `PATIENCE_S` allows."""
     found: dict[int, float] = {}
     for size in effort.classes:
         paces = []
@@ -134,7 +113,7 @@ def _linear(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> I
 
 
 def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Return the operations a second of causal attention, forward and backward; see its note in `kernels`."""
+    """Return the operations a second of causal attention, forward and backward; see its note in `time`."""
     heads, width = 8, 64 if device.type == "cpu" else 128
     shape = (1, heads, effort.length, width)
     inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
@@ -187,10 +166,7 @@ def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, flo
 
 
 def least_kernel(clock: Clock, device: torch.device) -> float:
-    """Return the seconds of the least of kernels, which changes a few elements.
-
-    An accelerator gets them behind something long, so that it never waits for the host.
-    """
+    """Return the seconds of a kernel on few elements, queued behind long work so that none waits for the host."""
     few = torch.zeros(8, device=device)
     moment = moments_of(device)
     if moment is None:
@@ -242,11 +218,7 @@ class _Counts(Observer):
 
 
 def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
-    """Return the seconds in which the host issues one operator of a model, forward or backward.
-
-    Args:
-        kernel_s: what it takes besides, if the device is the host.
-    """
+    """Return the seconds in which the host issues one operator; on a host, `kernel_s` is subtracted."""
     block = nn.Sequential(*(_Block() for _ in range(4))).to(device)
     hidden = torch.randn(4, 8, device=device, requires_grad=True)
 
@@ -268,10 +240,7 @@ def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
 
 
 def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
-    """Return the part of its speed at which the device computes while a collective of all ranks runs.
-
-    Computing that takes about twice as long as some all-reduces begins with them, and ends later by what they take.
-    """
+    """Return the fraction of its speed at which the device computes while a collective of all ranks runs."""
     message = torch.zeros(max(effort.messages) // 8 // 4, device=device)
     width = 512 if device.type == "cpu" else 4096
     square = torch.randn(width, width, device=device)
@@ -295,18 +264,14 @@ def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
 
 
 def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> list[Sample]:
-    """Measure collectives of all ranks, of those of each node, of one rank of each node, and of pairs. Collective.
-
-    Groups that share no rank are measured at the same time, as in a step. Ranks fill nodes in their order.
-    """
+    """Measure collectives of all ranks, of nodes, across nodes, and of pairs, disjoint groups at once. Collective."""
     sizes = {world.size, ranks_of_node, 2} if world.size % 2 == 0 else {world.size, ranks_of_node}
     meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
     if 1 < ranks_of_node < world.size:
         meshes.append((world.size // ranks_of_node, True))
     found: list[Sample] = []
     for size, is_across in meshes:
-        # Groups are neighbours, or the ranks with the same place in each node.
-        others = world.size // size
+        others = world.size // size  # groups are neighbours, or the ranks with the same place in each node
         with same_timeout():
             mesh = init_device_mesh(world.device.type, (size, others) if is_across else (others, size))
         group = mesh.get_group(0 if is_across else 1)

@@ -1,44 +1,109 @@
-"""What is known of a run before it begins."""
+"""What is known of a run before it begins.
+
+[Note: seen, not told] A rank and its neighbour along an axis hold different pieces exactly where the strategy divides
+along that axis. So a small model is laid out on a planned world for rank 0 and for the last rank along each axis, and
+their pieces are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from meshwright.plugin import ROOT_AXES, Degrees, MeshwrightError, build_scheduler
+from meshwright.plugin import ROOT_AXES, Degrees, MeshwrightError, Sharded, build_scheduler
 from meshwright_run.fate import Fate, check_output
 from meshwright_run.run_file import RunConfig
 
 from ..comparison import plan_of
-from ..job import job_of
+from ..planned import after_step, job_of
+from ..time import members
 from ..trace import Job
-from .holdings import Division, Held, division, whole_bytes
+
+Divided: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], float]
+FEW = 2  # Blocks of the small model in each stage
+_NEARLY = 0.12  # How much more than its share a rank may hold: padding, and what is too small to be divided
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of something that a rank holds."""
+
+    bytes: int  # of the part
+    of_bytes: int  # of the whole; 0: unknown
+    axes: tuple[str, ...]  # along which it is divided
+    copies: tuple[str, ...]  # axes along which ranks hold the same
+
+    def part(self, degrees: Degrees) -> Fraction | None:
+        """Return 1, or one over the degrees of the axes, if the bytes are about that part; None otherwise."""
+        if not self.of_bytes:
+            return None
+        share = self.bytes / self.of_bytes
+        for part in (Fraction(1, math.prod(getattr(degrees, axis) for axis in self.axes)), Fraction(1)):
+            if part * (1 - Fraction(1, 100)) <= share <= part * (1 + _NEARLY):
+                return part
+        return None
+
+
+def division(job: Job) -> Divided:
+    """Return what divides parameters and optimizer state, and the state's bytes per trained element; see the note."""
+    blocks, make = FEW * job.degrees.pp, job.with_layers
+    if make is not None and job.layers > blocks:
+        try:
+            return _compared(replace(job, model=lambda: make(blocks), layers=blocks))
+        except MeshwrightError:
+            pass  # A schedule may want more blocks
+    return _compared(job)
+
+
+def _compared(job: Job) -> Divided:
+    axes = [axis for axis in ROOT_AXES if getattr(job.degrees, axis) > 1]
+    parameters, optimizer, optimizer_bytes = _seen(job, 0)
+    # The last rank along each axis.
+    others = {axis: _seen(job, max(members(axis, 0, job.degrees, getattr(job.degrees, axis)))) for axis in axes}
+    along_parameters = tuple(axis for axis in axes if others[axis][0] != parameters)
+    return along_parameters, tuple(axis for axis in axes if others[axis][1] != optimizer), optimizer_bytes
+
+
+def _seen(job: Job, rank: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Rectangles of parameters and of optimizer state that a rank holds after a step, and bytes of an element of it."""
+    with after_step(replace(job, ema=None), rank) as manager:
+        state = manager.sharded_state()
+        optimizer = state.optimizer.tensors if state.optimizer is not None else {}
+        elements = sum(math.prod(state.model[name].shape) for name in optimizer if name in state.model)
+        kept = [each for values in optimizer.values() for each in values.values()]
+        size = sum(math.prod(each.shape) * each.dtype.itemsize for each in kept)
+        return (
+            _rectangles(state.model),
+            {name: _rectangles(values) for name, values in optimizer.items()},
+            size / elements if elements else 0.0,
+        )
+
+
+def _rectangles(values: Mapping[str, Sharded]) -> dict[str, Any]:
+    return {name: sorted((piece.offsets, piece.sizes) for piece in value.pieces) for name, value in values.items()}
+
+
+Holdings: TypeAlias = dict[int, dict[str, Held]]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What sentences are made of.
-
-    Attributes:
-        parameters, trainable: number of parameters of the whole model.
-        held: by planned rank: parameters, gradients and optimizer state.
-        plan: see `meshwright_plan.planned.plan`; None if the run cannot be planned, for the reason `why_not`.
-        rates: learning rates by step; None: the number of steps is unknown.
-        fate: what becomes of the output directory; None if the run is refused for it, for the reason `refusal`.
-    """
+    """What sentences are made of."""
 
     config: RunConfig
     job: Job
-    parameters: int
+    parameters: int  # number of parameters of the whole model
     trainable: int
-    held: Mapping[int, Mapping[str, Held]]
+    held: Holdings  # by planned rank: parameters, gradients and optimizer state
     plan: Mapping[str, Any] | None
     why_not: str
-    rates: Mapping[int, float] | None
+    rates: Mapping[int, float] | None  # learning rates by step; None: the number of steps is unknown
     fate: Fate | None
     refusal: str
 
@@ -48,58 +113,43 @@ class Facts:
 
 
 def facts_of(config: RunConfig, world_size: int) -> Facts:
-    """Plan a run on so many ranks.
-
-    Raises:
-        MeshwrightError: what is wrong with the run.
-    """
+    """Plan a run on so many ranks."""
     job = job_of(config, world_size)
     whole = list({id(each): each for each in job.model().parameters()}.values())
     trained = [each for each in whole if each.requires_grad]
-    plan, why_not, held = None, "", {}
+    plan, why_not = None, ""
+    held: Holdings = {}
     try:
         plan = plan_of(config, world_size)
     except MeshwrightError as error:
         why_not = str(error)
     else:
-        held = _held(plan, division(job), job.degrees, whole, trained)
+        held = _held(plan, job, whole, trained)
     fate, refusal = None, ""
     try:
         fate = check_output(config, config.steps)
     except MeshwrightError as error:
         refusal = str(error)
-    return Facts(
-        config=config,
-        job=job,
-        parameters=sum(each.numel() for each in whole),
-        trainable=sum(each.numel() for each in trained),
-        held=held,
-        plan=plan,
-        why_not=why_not,
-        rates=_rates(config),
-        fate=fate,
-        refusal=refusal,
-    )
+    parameters, trainable = (sum(each.numel() for each in those) for those in (whole, trained))
+    return Facts(config, job, parameters, trainable, held, plan, why_not, _rates(config), fate, refusal)
 
 
-def _held(
-    plan: Mapping[str, Any],
-    found: Division,
-    degrees: Degrees,
-    whole: Sequence[nn.Parameter],
-    trained: Sequence[nn.Parameter],
-) -> dict[int, dict[str, Held]]:
-    axes = [axis for axis in ROOT_AXES if getattr(degrees, axis) > 1]
-    state = round(found.optimizer_bytes * sum(each.numel() for each in trained))
+def _held(plan: Mapping[str, Any], job: Job, whole: list[nn.Parameter], trained: list[nn.Parameter]) -> Holdings:
+    along, along_optimizer, optimizer_bytes = division(job)
+    axes = [axis for axis in ROOT_AXES if getattr(job.degrees, axis) > 1]
+    state = round(optimizer_bytes * sum(each.numel() for each in trained))
+
+    def size_of(parameters: list[nn.Parameter]) -> int:
+        return sum(each.numel() * each.element_size() for each in parameters)
 
     def held(size: int, of: int, along: tuple[str, ...]) -> Held:
         return Held(size, of, along, tuple(axis for axis in axes if axis not in along))
 
     return {
         each["rank"]: {
-            "parameters": held(each["held_by_owner"].get("parameters", 0), whole_bytes(whole), found.parameters),
-            "gradients": held(each["gradients_bytes"], whole_bytes(trained), found.parameters),
-            "optimizer": held(each["held_by_owner"].get("optimizer", 0), state, found.optimizer),
+            "parameters": held(each["held_by_owner"].get("parameters", 0), size_of(whole), along),
+            "gradients": held(each["gradients_bytes"], size_of(trained), along),
+            "optimizer": held(each["held_by_owner"].get("optimizer", 0), state, along_optimizer),
         }
         for each in plan["ranks"]
     }

@@ -10,8 +10,7 @@ from meshwright_run.fate import Fate
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_sections import HELD_OUT
 
-from .facts import Facts
-from .holdings import Held
+from .facts import Facts, Held
 
 AXES = {
     "pp": "divide the layers into stages",
@@ -39,11 +38,11 @@ KINDS = {
 
 
 def sections_of(facts: Facts) -> dict[str, list[str]]:
-    """Return the lines of each section by its title."""
+    ranks = [] if facts.plan is None else facts.plan["ranks"]
     sections = {
         "What runs": _what(facts),
         "Who holds what, of each rank": _holdings(facts),
-        "What is sent in a step, of each rank": _traffic(facts),
+        "What is sent in a step, of each rank": _by_ranks({each["rank"]: list(_traffic_of(each)) for each in ranks}),
         "A step": _step(facts),
         "The data": _data(facts),
         "The learning rate": _rates(facts),
@@ -55,7 +54,6 @@ def sections_of(facts: Facts) -> dict[str, list[str]]:
 
 
 def size_text(size: float) -> str:
-    """Return bytes in a unit that fits them."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -118,12 +116,6 @@ def _part(held: Held, facts: Facts) -> str:
     if held.copies and part != 1:
         text += f"; ranks along {_listed(held.copies)} have copies"
     return text
-
-
-def _traffic(facts: Facts) -> Iterator[str]:
-    if facts.plan is None:
-        return
-    yield from _by_ranks({each["rank"]: list(_traffic_of(each)) for each in facts.plan["ranks"]})
 
 
 def _traffic_of(report: Mapping[str, Any]) -> Iterator[str]:
@@ -234,11 +226,7 @@ def _checkpoints(facts: Facts) -> Iterator[str]:
         yield "None are saved: a run that is interrupted begins anew."
     else:
         given = section.every if isinstance(section.every, list) else [section.every]
-        when = [
-            f"every {each} steps" if isinstance(each, int) else f"{each} after the one before"
-            for each in given
-            if each is not None
-        ]
+        when = [f"every {e} steps" if isinstance(e, int) else f"{e} after the one before" for e in given if e]
         when += [f"after the best {section.keep_best.n} evaluations"] if section.keep_best is not None else []
         keeps = "all are kept" if section.keep_last is None else f"the newest {section.keep_last} are kept"
         also = f", and those of steps that are multiples of {section.keep_every}" if section.keep_every else ""

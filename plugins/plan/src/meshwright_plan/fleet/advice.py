@@ -7,38 +7,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.plugin import EMA, MeshwrightError, left_out
+from meshwright.plugin import MeshwrightError, left_out
 from meshwright_run.run_file import RunConfig
 
-from ..config import PlanConfig, asked_of
-from ..device import Device
-from ..planned import tracing
+from ..config import Device, PlanConfig, asked_of
+from ..planned import after_step
 from ..report import size_text, table, time_text
-from ..trace import Job, NoValues, without_numbers
-from .fleet import HOUR, Copies, Fleet, Saves, best_every
-from .simulation import simulate
+from ..trace import Job, without_numbers
+from .fleet import HOUR, Copies, Fleet, Saves, best_every, simulate
 
-RARELY_H = 30 * 24.0
-"""Mean hours between failures from which on they hardly matter."""
-FAILURES, RUNS = 200, 64
-"""Mean failures of a simulated run, and number of runs."""
-ASSUMED_DETECTION_S = 60.0
-"""Without a watchdog."""
-MUCH = 0.01
-"""Least part of the time that is worth reporting."""
+RARELY_H = 30 * 24.0  # Mean hours between failures from which on they hardly matter
+FAILURES, RUNS = 200, 64  # Mean failures of a simulated run, and number of runs
+ASSUMED_DETECTION_S = 60.0  # Without a watchdog
+MUCH = 0.01  # Least part of the time that is worth reporting
 SHARE_OF_LINK = 0.1
 """Part of the links between nodes that copies may take, so that no collective waits for them: assumed."""
-FEW = 2
-"""Blocks of each stage of the model that shows what the optimizer keeps of a parameter."""
+FEW = 2  # Blocks of each stage of the model that shows what the optimizer keeps of a parameter
 RECOMMENDED, OWN, COPIED, OWN_COPIED = "recommended", "this run", "recommended, copied", "this run, copied"
 
 
 def failures_of(config: RunConfig, job: Job, device: Device, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what failures cost a run with this plan, as values of JSON; where they hardly matter, how rare they are.
-
-    Raises:
-        MeshwrightError: as training does.
-    """
+    """Return what failures cost a run with this plan, as values of JSON, or how rare they are."""
     asked, ranks = asked_of(config), job.degrees.world_size
     rate = ranks * asked.failures_per_rank_hour
     found = {"ranks": ranks, "mtbf_hours": 1 / rate if rate else None}
@@ -73,11 +62,7 @@ class Costs:
 
 
 def costs(job: Job, device: Device, plan: Mapping[str, Any], asked: PlanConfig, *, asynchronous: bool = True) -> Costs:
-    """Return the costs of saving from what a rank holds in its plan, and what disks and links carry.
-
-    Raises:
-        MeshwrightError: as training does.
-    """
+    """Return the costs of saving, from what a rank holds and what disks and links carry."""
     world, per_node = job.degrees.world_size, min(device.node.ranks, job.degrees.world_size)
     whole = state_bytes(job)
     held = (each["held_by_owner"] for each in plan["ranks"])
@@ -99,13 +84,7 @@ def costs(job: Job, device: Device, plan: Mapping[str, Any], asked: PlanConfig, 
 
 
 def state_bytes(job: Job) -> int:
-    """Return the bytes of model and optimizer in a checkpoint of a job.
-
-    What is kept of each element of a parameter shows on the first rank of a small model after a step.
-
-    Raises:
-        MeshwrightError: as training does.
-    """
+    """Return the bytes of a checkpoint; bytes per element are those of the first rank of a small model after a step."""
     small = job.at_depth(min(job.layers, FEW * job.degrees.pp))
     try:
         kept = _bytes_of_elements(small)
@@ -122,17 +101,7 @@ def state_bytes(job: Job) -> int:
 
 def _bytes_of_elements(job: Job) -> dict[str, tuple[int, int]]:
     """Return (elements, bytes kept of them) of parameters, by name without numbers of blocks."""
-    with tracing(job, 0) as mesh:
-        model, manager = job.built(mesh)
-        batches = [job.batch(model)]
-        manager.parallelize(model, NoValues())
-        del model
-        manager.build_optimizer(job.optimizer)
-        if job.ema is not None:
-            EMA(manager, job.ema)
-        manager.forward_backward(batches, num_tokens=manager.announce(batches))
-        manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
-        manager.optimizer_step()
+    with after_step(job, 0) as manager:
         state, skipped = manager.sharded_state(), left_out(manager.model_parts)
     found: dict[str, tuple[int, int]] = {}
     tensors = {} if state.optimizer is None else state.optimizer.tensors
@@ -160,11 +129,7 @@ def _own_copies(config: RunConfig, found: Costs, step_s: float) -> Copies | None
 
 
 def settings(fleet: Fleet, found: Costs, own: int | None, own_copies: Copies | None = None) -> dict[str, Fleet]:
-    """Return the fleet by name: as it should save and as it does, without and with copies on other nodes.
-
-    Args:
-        own: steps between the checkpoints of the run; None: it saves none before its end.
-    """
+    """Return the fleet by name: as it should save and as it does (every `own` steps), without and with copies."""
     made = {RECOMMENDED: fleet.saving(best_every(fleet))}
     given = own_copies if fleet.nodes > 1 else None
     if own is not None:
@@ -182,8 +147,7 @@ def settings(fleet: Fleet, found: Costs, own: int | None, own_copies: Copies | N
 
 def copied(fleet: Fleet, copies: Copies) -> tuple[Copies, int]:
     """Return how often to copy, and how often to save then: disks are for what takes a node and its copies alone."""
-    as_saves = Saves(1, copies.hold_s, copies.send_s, copies.load_s)
-    every = best_every(replace(fleet, saves=as_saves))
+    every = best_every(replace(fleet, saves=Saves(1, copies.hold_s, copies.send_s, copies.load_s)))
     # A second failure takes the node that has the copies, or whose copies the first one had.
     second = 2 * fleet.node_share**2 * fleet.down_s(from_disk=True) / fleet.mtbf_s / max(1, fleet.nodes - 1)
     rate = fleet.failures_per_rank_hour * min(1.0, fleet.pair_share + second)
@@ -210,10 +174,11 @@ def rows(fleets: Mapping[str, Fleet]) -> list[dict[str, Any]]:
 
 
 def told(found: Mapping[str, Any], config: RunConfig) -> list[Any]:
-    """Return what is printed of `failures_of`."""
     if found["mtbf_hours"] is None:
         return ["failures: none (plan.failures_per_rank_hour=0)"]
-    often = f"failures: one of {found['ranks']:,} ranks fails every {_hours(found['mtbf_hours'])}"
+    hours = found["mtbf_hours"]
+    text = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * HOUR / 60:.2g} min"
+    often = f"failures: one of {found['ranks']:,} ranks fails every {text}"
     if not found["rows"]:
         return [f"{often}, so they hardly matter"]
     saves = found["saves"]
@@ -247,7 +212,3 @@ def _remarks(found: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
         f"A failure is noticed after {time_text(_detection_s(config))}, and ranks are there again after "
         f"{time_text(asked_of(config).restart_s)}; see docs/fleet.md."
     )
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * HOUR / 60:.2g} min"

@@ -3,52 +3,51 @@
 [Note: what fails] Each rank fails at random, at a constant rate, and the run with it. Some failures take the node with
 the contents of its memory, and few of those also the node that has its copies, or whose copies it has.
 
-[Note: copies] Besides saving to disk, each rank may send its state to the memory of a rank on another node, from which
-a run resumes. A disk is read where a node and its copies are lost together, at once or one while the run waits for the
-other.
+[Note: copies] Each rank may also send its state to the memory of a rank on another node, from which a run resumes. A
+disk is read where a node and its copies are lost together, at once or one while the run waits for the other.
 
-[Note: saving] A save blocks the loop while the state is copied, and is written while training continues. It exists when
-it is written. The next save waits for that.
+[Note: saving] A save blocks the loop while the state is copied, and exists when it is written, while training goes on.
+The next save waits for that.
 
-[Note: closed form] Failures have no memory, so a run is a sequence of independent attempts. One lasts M seconds on
-average, the mean time between failures, and begins when the D seconds from a failure to the next step have passed
-without another one: all in all M exp(D / M). With T seconds of steps between two saves, each of which blocks for d and
-is written w seconds later, attempts leave on average exp(-(T + d + w) / M) / (1 - exp(-P / M)) saves, where P is the
-time from one to the next: T + d, or more where a save waits for the one before. So T times that over the first is the
-goodput. With w = 0 it is Daly's complete model, whose best T depends on neither D nor w.
+[Note: closed form] A run is a sequence of independent attempts. With a mean time M between failures, and D from a
+failure to the next step, an attempt takes M exp(D / M) on average. With T of steps between saves, each of which blocks
+for d and is written w later, it leaves exp(-(T + d + w) / M) / (1 - exp(-P / M)) saves, where P is the time from one to
+the next: T + d, or more where a save waits for another. T times that over the first is the goodput. With w = 0 it is
+Daly's complete model, whose best T depends on neither D nor w.
 Sources: Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974; Daly, A higher order
 estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer Systems 22(3), 2006.
+
+[Note: simulation] Between failures a run repeats steps, copies and saves evenly, so its state follows from the time
+since the last failure, and a simulation takes as many rounds as there are failures, however many steps.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.plugin import ConfigError
 
 NODES = 0.78
 """Part of the failures that takes a node: those of hardware, as of Llama 3 (The Llama 3 Herd of Models,
 arXiv:2407.21783, section 3.3.4)."""
-PAIRS = 0.01
-"""Part that takes a node and its copies together: assumed, of nodes that share neither power nor a switch."""
+PAIRS = 0.01  # Part that takes a node and its copies together: assumed, of nodes that share neither power nor a switch
 HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Saves:
-    """Checkpoints on disk, each `every` so many steps; see [Note: saving].
-
-    Attributes:
-        hold_s: for which one blocks the loop.
-        write_s: in which it is then written.
-        load_s: until all ranks have read one.
-    """
+    """Checkpoints on disk, each `every` so many steps; see [Note: saving]."""
 
     every: int
-    hold_s: float
-    write_s: float = 0.0
-    load_s: float = 0.0
+    hold_s: float  # for which one blocks the loop
+    write_s: float = 0.0  # in which it is then written
+    load_s: float = 0.0  # until all ranks have read one
 
 
 @dataclass(frozen=True)
@@ -63,28 +62,18 @@ class Copies:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A run on ranks that fail; see [Note: what fails].
-
-    Attributes:
-        detection_s: until a failure is noticed.
-        restart_s: from then until the ranks are there again, without reading.
-        node_share: part of the failures that takes the memory of a node.
-        pair_share: part that takes that of a node and its copies.
-
-    Raises:
-        ConfigError: intervals and times do not go together.
-    """
+    """A run on ranks that fail; see [Note: what fails]."""
 
     ranks: int
     ranks_per_node: int
     step_s: float
     saves: Saves
     failures_per_rank_hour: float
-    detection_s: float = 0.0
-    restart_s: float = 0.0
+    detection_s: float = 0.0  # until a failure is noticed
+    restart_s: float = 0.0  # from then until the ranks are there again, without reading
     copies: Copies | None = None
-    node_share: float = NODES
-    pair_share: float = PAIRS
+    node_share: float = NODES  # part of the failures that takes the memory of a node
+    pair_share: float = PAIRS  # part that takes that of a node and its copies
 
     def __post_init__(self) -> None:
         if not 0 <= self.pair_share <= self.node_share <= 1:
@@ -135,7 +124,6 @@ class Fleet:
         return self.detection_s + self.restart_s + source.load_s
 
     def saving(self, every: int, copies: Copies | None = None) -> Fleet:
-        """Return the fleet with other intervals."""
         return replace(self, saves=replace(self.saves, every=every), copies=copies)
 
 
@@ -168,10 +156,7 @@ def goodput(fleet: Fleet) -> float:
 
 
 def best_every(fleet: Fleet) -> int:
-    """Return the steps between saves at which a run without copies in memory has the most goodput.
-
-    Not fewer than are trained while a save is written, so that none waits for the one before.
-    """
+    """Return the steps between saves of most goodput without copies in memory, so that no save waits for another."""
     saves, mtbf = fleet.saves, fleet.mtbf_s
     least = max(1, math.ceil(saves.write_s / fleet.step_s))
     if math.isinf(mtbf):
@@ -187,3 +172,138 @@ def best_every(fleet: Fleet) -> int:
     while every > least and at(every - 1) >= at(every):
         every -= 1
     return every
+
+
+Numbers: TypeAlias = NDArray[Any]
+DAY = 24 * HOUR
+PARTS = ("useful", "redone", "copies", "saves", "detection", "restart", "reading")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Parts of the whole time by name as in `PARTS`, failures, and those that read a disk; each (fleets, runs)."""
+
+    parts: dict[str, Numbers]
+    failures: Numbers
+    from_disk: Numbers
+
+    @property
+    def goodput(self) -> Numbers:
+        mean: Numbers = self.parts["useful"].mean(axis=1)
+        return mean
+
+    @property
+    def error(self) -> Numbers:
+        useful = self.parts["useful"]
+        found: Numbers = useful.std(axis=1, ddof=1) / np.sqrt(useful.shape[1])
+        return found
+
+    def means(self, fleet: int = 0) -> dict[str, float]:
+        """Return the parts of one fleet, each the mean over its runs."""
+        return {name: float(each[fleet].mean()) for name, each in self.parts.items()}
+
+
+def simulate(fleets: Sequence[Fleet], seconds: float | Sequence[float], *, runs: int = 64, seed: int = 0) -> Outcome:
+    """Simulate `runs` runs of each fleet for so many seconds, all with the same failures."""
+    if not fleets or runs < 1 or not np.all(np.asarray(seconds) > 0):
+        raise ConfigError(f"nothing to simulate: {len(fleets)} fleets, runs={runs}, seconds={seconds}; all above 0.")
+    running = _Running(fleets, np.broadcast_to(np.asarray(seconds, float), len(fleets)), runs)
+    chance = np.random.default_rng(seed)
+    while not running.over.all():
+        # The time of the next failure, its kind, and the node that a second one takes.
+        running.attempt(chance.standard_exponential(runs), chance.random(runs), chance.random(runs))
+    return running.outcome()
+
+
+class _Running:
+    """All runs, each at its own time; arrays are (fleets, runs), or (fleets, 1) for numbers of a fleet."""
+
+    def __init__(self, fleets: Sequence[Fleet], seconds: Numbers, runs: int) -> None:
+        def zeros() -> Numbers:
+            return np.zeros((len(fleets), runs))
+
+        def column(value: Callable[[Fleet], float]) -> Numbers:
+            return np.array([[value(each)] for each in fleets], float)
+
+        self.seconds = seconds
+        self.of_steps = column(lambda each: each.copied_every * each.step_s)
+        self.copy_hold = column(lambda each: each.copies.hold_s if each.copies else 0.0)
+        self.send = column(lambda each: each.copies.send_s if each.copies else 0.0)
+        self.rounds = column(lambda each: each.saves.every // each.copied_every)
+        self.hold, self.wait = column(lambda each: each.saves.hold_s), column(lambda each: each.wait_s)
+        self.write = column(lambda each: each.saves.write_s)
+        self.round = self.of_steps + self.copy_hold
+        self.period = self.rounds * self.round + self.hold + self.wait
+        self.mtbf = column(lambda each: each.mtbf_s)
+        self.detection, self.restart = column(lambda each: each.detection_s), column(lambda each: each.restart_s)
+        self.down_disk = column(lambda each: each.down_s(from_disk=True))
+        self.down_memory = column(lambda each: each.down_s(from_disk=False))
+        self.node, self.pair = column(lambda each: each.node_share), column(lambda each: each.pair_share)
+        self.copies = column(lambda each: each.copies is not None) > 0
+        self.others = np.maximum(column(lambda each: each.nodes - 1), 1)
+        self.spent = {name: zeros() for name in PARTS}
+        self.left = zeros() + seconds[:, None]
+        self.at, self.on_disk, self.down, self.lost_nodes = zeros(), zeros(), zeros(), zeros()
+        self.has_memory = zeros() == 0
+        self.failures, self.from_disk, self.over = zeros(), zeros(), zeros() > 0
+
+    def _place(self, begun: Numbers, ran: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Return seconds of steps, of copies, rounds copied, and rounds on disk, `ran` seconds after round `begun`."""
+        until_save = self.rounds - begun
+        first = until_save * self.round + self.hold
+        saves = np.where(ran < first, 0.0, 1 + np.floor((ran - first) / self.period))
+        since = ran - np.where(saves > 0, first + (saves - 1) * self.period, 0.0)
+        whole = np.minimum(np.floor(since / self.round), np.where(saves > 0, self.rounds, until_save))
+        rest = since - whole * self.round
+        is_saving = whole == np.where(saves > 0, self.rounds, until_save)
+        stepping = np.where(is_saving, 0.0, np.minimum(rest, self.of_steps))
+        rounds = np.where(saves > 0, until_save + (saves - 1) * self.rounds, 0.0) + whole
+        # The last copy before a save was there before the save blocked, and before it waited.
+        under_way = np.where(whole > 0, rest, since + self.hold + np.where(saves > 1, self.wait, 0.0))
+        written = saves - ((saves > 0) & (since < self.write))
+        return (
+            rounds * self.of_steps + stepping,
+            rounds * self.copy_hold + np.where(is_saving, 0.0, rest - stepping),
+            rounds - ((rounds > 0) & (under_way < self.send)),
+            np.where(written > 0, until_save + (written - 1) * self.rounds, 0.0),
+        )
+
+    def attempt(self, until: Numbers, kind: Numbers, second: Numbers) -> None:
+        """Run until the next failure (in mean times between failures); the others are uniform; all (runs,)."""
+        until = until * self.mtbf
+        ends = until >= self.left
+        lasts = np.minimum(until, self.left)
+        self.left = np.where(ends, 0.0, self.left - lasts)
+        waited = np.minimum(lasts, self.down)
+        ran = lasts - waited
+        computed, copying, in_memory, saved = self._place(self.at % self.rounds, ran)
+        noticing = np.minimum(waited, self.detection)
+        starting = np.minimum(waited - noticing, self.restart)
+        spent = self.spent
+        spent["detection"] += noticing
+        spent["restart"] += starting
+        spent["reading"] += waited - noticing - starting
+        spent["copies"] += copying
+        spent["saves"] += ran - computed - copying
+        spent["redone"] += computed  # all that was computed; `outcome` subtracts what was useful
+        self.on_disk = np.where(saved > 0, self.at + saved, self.on_disk)
+        fails = ~ends
+        still_down = fails & (lasts < self.down)
+        is_node = kind < self.node
+        meets = still_down & is_node & (second < 2 * self.lost_nodes / self.others)
+        is_lost = ~self.copies | (kind < self.pair) | meets | (still_down & ~self.has_memory)
+        now = np.where(is_lost, self.on_disk, self.at + in_memory)
+        kept = np.where(fails, now * self.of_steps, self.at * self.of_steps + computed)
+        spent["useful"] = np.where(self.over, spent["useful"], kept)
+        self.at = np.where(fails, now, self.at)
+        self.lost_nodes = np.where(still_down, self.lost_nodes, 0) + is_node + (kind < self.pair)
+        self.has_memory = ~is_lost
+        self.down = np.where(is_lost, self.down_disk, self.down_memory)
+        self.failures += fails
+        self.from_disk += fails & is_lost
+        self.over |= ends
+
+    def outcome(self) -> Outcome:
+        parts = dict(self.spent, redone=self.spent["redone"] - self.spent["useful"])
+        whole = self.seconds[:, None]
+        return Outcome({name: each / whole for name, each in parts.items()}, self.failures, self.from_disk)

@@ -1,18 +1,171 @@
-"""Still pictures of a plan: the map of a mesh, bytes over links, layouts by time and memory."""
+"""Still pictures of a plan: the map of a mesh, bytes over links, layouts by time and memory.
+
+[Note: the map] Axes are blocks within blocks. Ranks fill nodes in their order, so a node is a block too. An axis that
+reaches beyond a node is drawn in two parts, within nodes and between them. Of equal blocks the first has its contents.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.plugin import ROOT_AXES
+from meshwright.plugin import ROOT_AXES, VIEWS, Degrees
 
+from ..config import Device
 from ..report import size_text, time_text
+from ..time import members
 from .marks import Dot, Line, Mark, Picture, Rect, Style, Text, legend
-from .mesh_map import HEAD, boxes
-from .series import BETWEEN, INSIDE, LINKS
-from .shown import LINK_NAMES, Shown, Traffic, frontier
+from .shown import BETWEEN, INSIDE, LINK_NAMES, LINKS, Shown, Traffic, frontier, link
+
+NODE, TIMES, DASH = "node", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+SHARES = {
+    "pp": "other blocks of the model each; activations go from stage to stage, gradients back",
+    "dp_replicate": "the same parameters each; gradients are summed",
+    "dp_shard": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
+    "cp": "a part of each sequence each; keys and values are passed",
+    "tp": "a slice of each matrix each; activations are gathered or summed",
+    "ep": "other experts each; tokens go to where theirs are",
+    "ep_shard": "a part of the same experts each",
+    "dp": "different rows of a batch each",
+    "dp_cp": "different tokens of a batch each; losses and their counts are summed",
+    "dp_shard_cp": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
+}
+ALL = 32  # Meshes of this many ranks or fewer are drawn rank by rank
+HEAD, GAP, PAD, WIDEST = 20, 6, 8, 960
+LETTER = 7.2  # Width of a letter, in pixels
+
+
+@dataclass(frozen=True)
+class Level:
+    """An axis of the mesh, its part within or between nodes, or the node itself (`NODE`, without a link)."""
+
+    axis: str
+    count: int  # blocks along it
+    ranks: int  # in each block
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along an axis or view of the mesh that one rank belongs to."""
+
+    name: str
+    ranks: tuple[int, ...]
+    groups: int  # number of groups along the axis
+    nodes: int  # number of nodes that this group spans
+    link: str
+    shares: str
+
+
+def levels(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) -> list[Level]:
+    """Return the levels of the mesh from the outermost, without axes of a single rank."""
+    node, world = device.node.ranks, degrees.world_size
+    found, inner = [], world
+    for axis in axes:
+        count, outer = getattr(degrees, axis), inner
+        inner //= count
+        if count == 1:
+            continue
+        if inner < node < outer and node % inner == 0 == outer % node:
+            found += [Level(axis, outer // node, node, BETWEEN), Level(NODE, 1, node)]
+            found.append(Level(axis, node // inner, inner, INSIDE))
+        else:
+            is_inside = world <= node or (outer <= node and node % outer == 0)
+            found.append(Level(axis, count, inner, INSIDE if is_inside else BETWEEN))
+            found += [Level(NODE, 1, node)] * (inner == node)
+    return [Level(NODE, 1, world), *found] if world <= node else found
+
+
+def groups(degrees: Degrees, device: Device, rank: int) -> list[Group]:
+    """Return the groups of a rank along all axes and views in which it is not alone."""
+    found = []
+    for name in [*ROOT_AXES, *VIEWS, *(["ep_shard", "ep"] if degrees.ep > 1 else [])]:
+        ranks = members(name, rank, degrees, size_of(name, degrees))
+        axes_above_one = [axis for axis in VIEWS.get(name, (name,)) if getattr(degrees, axis) > 1]
+        if len(ranks) > 1 and (name not in VIEWS or len(axes_above_one) > 1):
+            nodes = len({each // device.node.ranks for each in ranks})
+            count = degrees.world_size // len(ranks)
+            found.append(Group(name, tuple(ranks), count, nodes, link(ranks, device), SHARES[name]))
+    return found
+
+
+def size_of(name: str, degrees: Degrees) -> int:
+    """Return the number of ranks along an axis or view."""
+    return math.prod(getattr(degrees, axis) for axis in VIEWS.get(name, (name,)))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the map, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str  # "level", "node", "rank", "block" (of ranks that are not drawn) or "more" (several such blocks)
+    text: str
+    link: str = ""  # of a level
+
+
+def boxes(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) -> list[Box]:
+    """Return the rectangles of the map; the first one encloses all others."""
+    return _drawn(levels(degrees, device, axes), 0, degrees, device)
+
+
+def _drawn(rest: Sequence[Level], first: int, degrees: Degrees, device: Device) -> list[Box]:
+    """Draw a block that begins with the rank `first` and has the levels `rest`."""
+    if not rest:
+        return [Box(0, 0, 8 + LETTER * max(4, len(f"{degrees.world_size - 1}")), 24, "rank", f"{first}")]
+    level, inner = rest[0], rest[1:]
+    if level.axis == NODE:
+        text = f"node {first // device.node.ranks}"
+        return _framed([_drawn(inner, first, degrees, device)], "node", text, "")
+    part = getattr(degrees, level.axis)
+    split = "" if part == level.count else f" of {part:,}"
+    children = list(_children(level, inner, first, degrees, device))
+    return _framed(children, "level", f"{level.axis} {TIMES} {level.count:,}{split}", level.link)
+
+
+def _children(
+    level: Level, inner: Sequence[Level], first: int, degrees: Degrees, device: Device
+) -> Iterator[list[Box]]:
+    has_all = degrees.world_size <= ALL
+    most = level.count if has_all else (8 if not inner else 3)
+    shown = list(range(level.count)) if level.count <= most + 1 else [*range(most - 1), level.count - 1]
+    before = -1
+    for place in shown:
+        begin = first + place * level.ranks
+        if place > before + 1:
+            yield [_block("more", f"{TIMES} {place - before - 1:,} more")]
+        if place == 0 or has_all or not inner:
+            yield _drawn(inner, begin, degrees, device)
+        else:
+            is_node = inner[0].axis == NODE
+            name = f"node {begin // device.node.ranks}" if is_node else f"{level.axis} {place}"
+            yield [_block("block", f"{name}: {begin}{DASH}{begin + level.ranks - 1}")]
+        before = place
+
+
+def _block(kind: str, text: str) -> Box:
+    return Box(0, 0, 2 * PAD + LETTER * len(text), 30, kind, text)
+
+
+def _framed(children: Sequence[list[Box]], kind: str, text: str, joined: str) -> list[Box]:
+    """Put blocks in a row, or below each other if the row is too wide, and a frame with a text around them."""
+    widths, heights = [each[0].width for each in children], [each[0].height for each in children]
+    is_row = sum(widths) + GAP * (len(widths) - 1) <= WIDEST
+    x, y, found = float(PAD), float(HEAD), []
+    for own in children:
+        if own[0].kind in ("block", "more"):
+            own = [replace(own[0], height=max(heights)) if is_row else replace(own[0], width=max(widths))]
+        found += [replace(box, x=box.x + x, y=box.y + y) for box in own]
+        x, y = (x + own[0].width + GAP, y) if is_row else (x, y + own[0].height + GAP)
+    width = max(box.x + box.width for box in found) + PAD
+    height = max(box.y + box.height for box in found) + PAD
+    return [Box(0, 0, max(width, 2 * PAD + LETTER * len(text)), height, kind, text, joined), *found]
+
 
 WIDTH = 960
 MOST_LAYOUTS = 1500
@@ -58,12 +211,12 @@ def links(rows: Sequence[Traffic]) -> Picture:
         y = top + place * row
         marks.append(Text(left - 12, y + 17, each.stream, anchor="end", is_bold=True))
         marks.append(Text(left - 12, y + 33, f"{each.ranks:,} ranks, {each.calls:,} calls", size=12, anchor="end"))
-        for offset, link, size in ((5, INSIDE, each.inside), (21, BETWEEN, each.between)):
+        for offset, side, size in ((5, INSIDE, each.inside), (21, BETWEEN, each.between)):
             if size:
-                words = f"{size_text(size)} {LINK_NAMES[link]}"
+                words = f"{size_text(size)} {LINK_NAMES[side]}"
                 length = max(1.5, size * scale)
                 tip = f"{each.stream}: {words}"
-                marks.append(Rect(left, y + offset, length, 13, Style(f"link-{link}"), tip))
+                marks.append(Rect(left, y + offset, length, 13, Style(f"link-{side}"), tip))
                 marks.append(Text(left + length + 6, y + offset + 11, words, size=12))
         took = f"{time_text(each.seconds)}, {each.hidden:.0%} hidden"
         marks.append(Text(WIDTH - 4, y + 25, took, size=12, anchor="end", is_bold=True))
@@ -107,7 +260,6 @@ class _Axes:
 
 
 def _ticks(low: float, high: float, *, is_log: bool = False) -> list[float]:
-    """Return some six round values of a range."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     locator = LogLocator(subs=(1, 2, 5)) if is_log else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
@@ -160,7 +312,6 @@ def _names(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, floa
             is_left = x > WIDTH * 0.6
             room = min(52, int((x - _Axes.left if is_left else _Axes.right - x) / 6.6))
             name = each["label"] if len(each["label"]) <= room else each["label"][: room - 1].rstrip(" ,") + "…"
-            yield Text(
-                x + (-10 if is_left else 10), y - 6, name, "text", 12, "end" if is_left else "start", has_halo=True
-            )
+            shift, anchor = (-10, "end") if is_left else (10, "start")
+            yield Text(x + shift, y - 6, name, "text", 12, anchor, has_halo=True)
             last = y

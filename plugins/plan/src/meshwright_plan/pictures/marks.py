@@ -29,11 +29,7 @@ OWNER = {
     "temporary": ("#8a7610", "#d9c050"),
     "other": ("#6b7280", "#9aa3b0"),
 }
-PHASE = {
-    "forward": ("#3f6fc4", "#7aa2ee"),
-    "backward": ("#22855a", "#52c08f"),
-    "optimizer": ("#a8660f", "#e5ad55"),
-}
+PHASE = {"forward": ("#3f6fc4", "#7aa2ee"), "backward": ("#22855a", "#52c08f"), "optimizer": ("#a8660f", "#e5ad55")}
 LINK = {"inside": ("#7b4ea3", "#b892e6"), "between": ("#c2410c", "#ff9563")}
 FIT = {"fits": ("#1a7f4b", "#5fd39a"), "too large": ("#b3261e", "#ff8a80")}
 ALL = {"": GROUND, "owner-": OWNER, "phase-": PHASE, "link-": LINK, "fit-": FIT}

@@ -19,10 +19,9 @@ from meshwright.plugin import EXPERT_AXES, ROOT_AXES, ConfigError
 from ..meter import OWNERS, ROUND_TO
 from ..report import size_text, time_text
 from . import drawings
+from .drawings import DASH, groups
 from .marks import Text, variables
-from .mesh_map import DASH, groups
-from .series import LINKS, PHASES, Lane, Memory
-from .shown import LINK_NAMES, Shown, busiest, frontier, traffic
+from .shown import LINK_NAMES, LINKS, PHASES, Lane, Memory, Shown, busiest, frontier, traffic
 
 WEB = Path(__file__).parent / "web"
 NANO = 1e9
@@ -30,11 +29,7 @@ MOST_ROWS = 60
 
 
 def write_page(path: Path, subject: Shown) -> None:
-    """Write all pictures and tables of a plan into one HTML file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write all pictures and tables of a plan into one HTML file."""
     text = page(subject)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +39,6 @@ def write_page(path: Path, subject: Shown) -> None:
 
 
 def page(subject: Shown) -> str:
-    """Return the text of the page."""
     parts = {
         "title": escape(subject.title),
         "style": variables() + "\n" + _file("page.css"),
@@ -200,16 +194,11 @@ def _mesh(subject: Shown) -> str:
         drawn += f'<p class="note">Groups lie across the borders of nodes of {device.node.ranks} ranks.</p>'
     rows = []
     for each in groups(degrees, device, rank):
-        row = [each.name, f"{len(each.ranks):,}", f"{each.groups:,}", _ranks_text(each.ranks), f"{each.nodes:,}"]
+        few = each.ranks if len(each.ranks) <= 8 else (*each.ranks[:3], f"… {each.ranks[-1]}")
+        row = [each.name, f"{len(each.ranks):,}", f"{each.groups:,}", ", ".join(map(str, few)), f"{each.nodes:,}"]
         rows.append([*row, LINK_NAMES[each.link], each.shares])
     head = ["group", "ranks", "groups", f"that of rank {rank}", "on nodes", "link", "its ranks have"]
     return drawn + _table("Groups", head, rows, words=(3, 5, 6), is_open=True)
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) <= 8:
-        return ", ".join(f"{rank}" for rank in ranks)
-    return ", ".join(f"{rank}" for rank in ranks[:3]) + f", … {ranks[-1]}"
 
 
 def _traffic(subject: Shown) -> str:

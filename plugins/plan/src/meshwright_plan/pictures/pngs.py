@@ -12,14 +12,12 @@ from meshwright.plugin import ConfigError
 from ..allocator import COMPUTE
 from ..report import size_text
 from . import drawings
-from .marks import COLOURS, Dot, Line, Picture, Rect, Text
-from .series import LINKS, PHASES, Lane
-from .shown import LINK_NAMES, Shown, busiest, traffic
+from .marks import COLOURS, Line, Picture, Rect, Text
+from .shown import LINK_NAMES, LINKS, PHASES, Lane, Shown, busiest, traffic
 
 PICTURES = ("memory", "timeline", "mesh", "traffic", "layouts")
 GIB = 2**30
-TINY = 1e-3
-"""Streams that work a smaller part of the step are left out."""
+TINY = 1e-3  # Streams that work a smaller part of the step are left out
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 _HALO = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
 _EDGE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "fontsize": 8.5}
@@ -27,11 +25,7 @@ _EDGE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "
 
 
 def write_pngs(directory: Path, subject: Shown, which: Collection[str] = PICTURES) -> list[Path]:
-    """Write the pictures `which` that there is something to draw of, each into a file; return the files.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Write the pictures `which` that there is something to draw of, each into a file; return the files."""
     draw = {
         "memory": lambda: _memory(subject),
         "timeline": lambda: _timeline(subject),
@@ -96,16 +90,13 @@ def _painted(picture: Picture, subject: Shown) -> Any:
             xs, ys = [x for x, _ in mark.points], [y for _, y in mark.points]
             axes.plot(xs, ys, color=edge, zorder=order, **line)
         elif mark.is_cross:
-            _cross(axes, mark, edge, order)
+            x, y, r = mark.x, mark.y, mark.radius
+            for slope in (-1, 1):
+                ends = [x - r, x + r], [y - slope * r, y + slope * r]
+                axes.plot(*ends, color=edge, linewidth=1.2, zorder=order)
         else:
             axes.add_patch(Circle((mark.x, mark.y), mark.radius, fc=face, ec=edge, zorder=order, **line))
     return figure
-
-
-def _cross(axes: Any, mark: Dot, colour: str, order: int) -> None:
-    x, y, r = mark.x, mark.y, mark.radius
-    for slope in (-1, 1):
-        axes.plot([x - r, x + r], [y - slope * r, y + slope * r], color=colour, linewidth=1.2, zorder=order)
 
 
 # -- the step
@@ -136,7 +127,6 @@ def _scale(seconds: float) -> tuple[float, str]:
 
 
 def _memory(subject: Shown) -> Any:
-    """Draw the rank that reserves the most."""
     place = max(range(len(subject.memories)), key=subject.reserved.__getitem__)
     found, line, taken = subject.memories[place], subject.lines[place], subject.reserved[place]
     one, unit = _scale(line.seconds)

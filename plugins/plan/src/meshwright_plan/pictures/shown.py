@@ -1,48 +1,205 @@
-"""What pictures of a plan show: the step of a rank or of all stages of a pipeline, their traffic, and layouts."""
+"""What pictures of a plan show: memory and streams of a rank or of all stages of a pipeline, traffic, and layouts.
+
+[Note: moments] Memory is what is held when an operator ends, from when it begins on the computing stream until the next
+one does. What is no kernel of that stream counts from when the kernel before it ends.
+"""
 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from meshwright.plugin import Degrees, MeshwrightError
 
-from ..allocator import reserved
+from ..allocator import COMPUTE, reserved
+from ..config import Device
 from ..depth import DEPTHS
-from ..device import Device
-from ..links import members, passed
+from ..meter import OWNERS
 from ..planned import representatives, sums_of, trace_rank
-from ..time import Timeline, play, stage_ranks
-from ..trace import Job, Trace
-from .series import BETWEEN, INSIDE, SENDS, Lane, Memory, hidden, lanes, link, memory
+from ..time import Span, Timeline, members, passed, play, stage_ranks
+from ..trace import Job, Operation, Trace
 
-WHOLE = 32
-"""Deeper models are drawn with fewer blocks."""
-OF_STAGE = 4
-"""Blocks of each stage of a pipeline that is drawn with fewer."""
+INSIDE, BETWEEN = LINKS = ("inside", "between")  # Links within a node and between nodes
+SENDS = "to "  # Prefix of the names of message streams; a rank follows
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds over a step, at kept moments; see [Note: moments]."""
+
+    rank: int
+    seconds: tuple[float, ...]
+    owners: dict[str, tuple[int, ...]]  # bytes at each moment, by owner; owners that never hold any are left out
+    operators: tuple[str, ...]
+    phases: tuple[str, ...]
+    peak: int  # the place of the moment that holds the most; of equal ones the last, as in `Trace.peak`
+    moments: int  # how many there were to keep from
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(sizes) for sizes in zip(*self.owners.values(), strict=True)]
+
+
+def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
+    """Return the memory of a rank at about `most` moments, with the least and the largest of each stretch."""
+    last: dict[int, Operation] = {}
+    for each in found.operations:
+        # Marks for profilers hold nothing.
+        if each.logged not in last or not each.name.startswith("profiler."):
+            last[each.logged] = each
+    moments = sorted(last)
+    totals = list(accumulate(sum(c for _, c in found.log[begin:end]) for begin, end in pairwise([0, *moments])))
+    peak = max(range(len(totals)), key=lambda place: (totals[place], place))
+    places = kept(totals, most, (peak,))
+    moments = [moments[place] for place in places]
+    held: list[Counter[str]] = []
+    for begin, logged in pairwise([0, *moments]):
+        held.append(held[-1].copy() if held else Counter())
+        for block, change in found.log[begin:logged]:
+            held[-1][found.owners.get(block, "other")] += change
+    return Memory(
+        found.rank,
+        tuple(_begun(line, moments)),
+        {owner: tuple(each[owner] for each in held) for owner in OWNERS if any(each[owner] for each in held)},
+        tuple(last[logged].name for logged in moments),
+        tuple(last[logged].phase for logged in moments),
+        places.index(peak),
+        len(totals),
+    )
+
+
+def kept(values: Sequence[float], most: int, always: Iterable[int] = ()) -> list[int]:
+    """Return the places of about `most` values: the least and the largest of each stretch, and both ends."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    count = max(1, most // 2)
+    found = {0, len(values) - 1, *always}
+    for first, behind in pairwise(len(values) * part // count for part in range(count + 1)):
+        found |= {min(range(first, behind), key=values.__getitem__), max(range(first, behind), key=values.__getitem__)}
+    return sorted(found)
+
+
+def _begun(line: Timeline, moments: Sequence[int]) -> Iterator[float]:
+    """Yield when each moment begins on the computing stream [s]."""
+    spans = [span for span in line.spans if span.stream == COMPUTE]
+    logged = [span.logged for span in spans]
+    for moment in moments:
+        place = bisect_left(logged, moment)
+        if place < len(spans) and logged[place] == moment:
+            yield spans[place].start
+        else:
+            yield spans[place - 1].end if place else 0.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Operators that run one after the other on a stream; `name` is that of the longest, `busy` their seconds."""
+
+    name: str
+    phase: str
+    count: int
+    start: float
+    end: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One stream of a rank; `link` is empty where it does not communicate."""
+
+    rank: int
+    stream: str
+    link: str
+    bars: tuple[Bar, ...]
+
+
+def lanes(
+    traces: Sequence[Trace], lines: Sequence[Timeline], degrees: Degrees, device: Device, most: int = 16_000
+) -> list[Lane]:
+    """Return the streams of ranks in about `most` bars; short operators share a bar with their neighbours."""
+    streams = [(found, line, *item) for found, line in zip(traces, lines, strict=True) for item in _streams(line)]
+    # The most bars that each stream may have, so that all together have at most `most`.
+    rest = sorted(len(spans) for *_, spans in streams)
+    while rest and rest[0] * len(rest) <= most:
+        most -= rest.pop(0)
+    room = max(1, most // max(1, len(rest)))
+    made = []
+    for found, line, stream, spans in streams:
+        sizes, joined = {each.group: each.ranks for each in found.collectives}, ""
+        if stream.startswith(SENDS):
+            joined = link([line.rank, int(stream.removeprefix(SENDS))], device)
+        elif stream in sizes:
+            joined = link(members(stream, line.rank, degrees, sizes[stream]), device)
+        width = 0.0 if len(spans) <= room else 2 * line.seconds / room
+        made.append(Lane(line.rank, stream, joined, tuple(_bars(spans, width))))
+    return made
+
+
+def _streams(line: Timeline) -> list[tuple[str, list[Span]]]:
+    found: dict[str, list[Span]] = {COMPUTE: []}
+    for span in line.spans:
+        found.setdefault(span.stream, []).append(span)
+    return sorted(found.items(), key=lambda item: item[0].startswith(SENDS))
+
+
+def _bars(spans: Iterable[Span], width: float) -> Iterator[Bar]:
+    """Yield bars of one phase each; those of several spans last at most `width` seconds."""
+    group: list[Span] = []
+    for span in sorted(spans, key=lambda each: each.start):
+        if group and (span.phase != group[0].phase or span.end - group[0].start > width):
+            yield _bar(group)
+            group = []
+        group.append(span)
+    if group:
+        yield _bar(group)
+
+
+def _bar(group: Sequence[Span]) -> Bar:
+    longest = max(group, key=lambda each: each.end - each.start)
+    busy = sum(each.end - each.start for each in group)
+    return Bar(longest.name, group[0].phase, len(group), group[0].start, group[-1].end, busy)
+
+
+def link(ranks: Iterable[int], device: Device) -> str:
+    """Return what joins these ranks: `BETWEEN` if they are on several nodes."""
+    return BETWEEN if len({rank // device.node.ranks for rank in ranks}) > 1 else INSIDE
+
+
+def hidden(line: Timeline, stream: str) -> float:
+    """Return the seconds in which both a stream and the computing stream work."""
+    computed = [(each.start, each.end) for each in line.spans if each.stream == COMPUTE]
+    starts, ends = zip(*computed, strict=True) if computed else ((), ())
+    found = 0.0
+    for span in line.spans:
+        if span.stream == stream:
+            place = bisect_right(ends, span.start)
+            while place < len(starts) and starts[place] < span.end:
+                found += min(span.end, ends[place]) - max(span.start, starts[place])
+                place += 1
+    return found
+
+
+WHOLE = 32  # Deeper models are drawn with fewer blocks
+OF_STAGE = 4  # Blocks of each stage of a pipeline that is drawn with fewer
 LINK_NAMES = {INSIDE: "inside of a node", BETWEEN: "between nodes"}
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What there is to draw of a plan.
-
-    Attributes:
-        traces, lines: of one rank, or of one rank of each stage of a pipeline.
-        drawn_layers, layers: blocks of the model that `traces` are of, and that is planned.
-        layouts: of a search, each with `label`, `step_seconds`, `peak_reserved_bytes` and `fits`.
-    """
+    """What there is to draw of a plan."""
 
     plan: Mapping[str, Any]
     degrees: Degrees
     device: Device
-    traces: Sequence[Trace]
+    traces: Sequence[Trace]  # traces, lines: of one rank, or of one rank of each stage of a pipeline
     lines: Sequence[Timeline]
-    drawn_layers: int
+    drawn_layers: int  # drawn_layers, layers: blocks of the model that `traces` are of, and that is planned
     layers: int
     layouts: Sequence[Mapping[str, Any]] = ()
 
@@ -82,23 +239,17 @@ class Shown:
 
 
 def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()) -> Shown:
-    """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline.
-
-    Args:
-        plan: of the same job and device; see `to_plan` for the ranks that it needs if the model is deep.
-        layouts: those without seconds or bytes are left out.
-
-    Raises:
-        MeshwrightError: as training does.
-    """
-    ranks, layers = _ranks(job.degrees, plan), _layers(job)
+    """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline (see `to_plan`)."""
+    ranks, layers = _ranks(job.degrees, plan), job.layers
+    fewer = OF_STAGE * job.degrees.pp if job.degrees.pp > 1 else DEPTHS[-1][-1]
+    if job.with_layers is not None and job.layers > max(WHOLE, fewer):
+        layers = fewer
     try:
         traces = [trace_rank(job.at_depth(layers), rank) for rank in ranks]
     except MeshwrightError:
         if layers == job.layers:
             raise
-        # So few blocks cannot be divided as the run file says.
-        layers = job.layers
+        layers = job.layers  # so few blocks cannot be divided as the run file says
         traces = [trace_rank(job, rank) for rank in ranks]
     lines = play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
     layouts = [each for each in layouts if each.get("step_seconds") and each.get("peak_reserved_bytes")]
@@ -119,33 +270,22 @@ def _ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
     return next((ranks for ranks in pipelines if {*ranks} <= {*known}), pipelines[0])
 
 
-def _layers(job: Job) -> int:
-    fewer = OF_STAGE * job.degrees.pp if job.degrees.pp > 1 else DEPTHS[-1][-1]
-    return fewer if job.with_layers is not None and job.layers > max(WHOLE, fewer) else job.layers
-
-
 # -- traffic
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in a step over one group or to one rank, for all blocks of the model.
-
-    Attributes:
-        stream: name of the group, or "to" and a rank.
-        inside, between: bytes inside of its node, and to other nodes; see `links.passed`.
-        hidden: the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn.
-    """
+    """What a rank sends in a step over one group or to one rank, for all blocks of the model."""
 
     rank: int
-    stream: str
+    stream: str  # name of the group, or "to" and a rank
     ranks: int
     link: str
     calls: int
-    inside: float
+    inside: float  # inside, between: bytes inside of its node, and to other nodes; see `links.passed`
     between: float
     seconds: float
-    hidden: float
+    hidden: float  # the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn
 
 
 def traffic(subject: Shown) -> list[Traffic]:
@@ -169,8 +309,7 @@ def _of_rank(subject: Shown, found: Trace, line: Timeline, report: Mapping[str, 
     for row in report["collectives"]:
         if row["kind"].startswith("recv") or row["ranks"] == 1:
             continue
-        group = members(row["group"], found.rank, subject.degrees, row["ranks"])
-        parts = {row["group"]: (group, 1.0)}
+        parts = {row["group"]: (members(row["group"], found.rank, subject.degrees, row["ranks"]), 1.0)}
         if row["kind"] == "send":
             parts = {f"{SENDS}{peer}": ([found.rank, peer], part) for peer, part in peers.items()}
         for stream, (those, part) in parts.items():

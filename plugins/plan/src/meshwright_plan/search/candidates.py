@@ -1,17 +1,14 @@
-"""All layouts that a run could have on so many devices, and why some are refused.
+"""All layouts that a run could have on so many devices, and why some are refused: by the code that refuses them.
 
 [Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
-`variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options. `degrees`
-are those of the mesh, `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run
-file leaves the precision to the strategy, and options may contain `model.dtype`. A class without it is tried as the
-file has it. An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
-`forecast(*, layers, ranks, sequences, head)` returns the share of time in which ranks wait, and how many microbatches a
-rank holds at once.
+`variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options: for the
+`degrees` of a mesh, a model of so many `layers`, and `rows` of a microbatch. Where `is_dtype_open`, the run file leaves
+the precision to the strategy, and options may contain `model.dtype`. An option `activation_checkpointing` is tried by
+its name. Of a wrapping strategy, `forecast(*, layers, ranks, sequences, head)` returns the share of time in which ranks
+wait, and how many microbatches a rank holds at once.
 
 [Note: what stays] What the command line sets is kept; the layout of the run file is where the search begins. Its other
 options are kept by all strategies that have them.
-
-This module does not know what divides and what does not: candidates are given to the code that refuses.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from meshwright.plugin import (
 )
 from meshwright_run.data.order import check_batch_size
 
-from ..device import Device
+from ..config import Device
 
 RECOMPUTATION = "activation_checkpointing"
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -50,28 +47,19 @@ SIZES = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_si
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout of a run.
-
-    Attributes:
-        rows, microbatches: sequences of a microbatch, and microbatches of a data-parallel rank in a step.
-        family: the strategy, and as text the options that its variant has where only data is divided.
-        recomputation: of activations; None: the strategy has no such option.
-        values: keys of the run file, dotted, with their values.
-        wrapper, schedule: options of the wrapping strategy of a pipeline, and as text, the same for all `rows`.
-    """
+    """One layout of a run."""
 
     degrees: Degrees
-    rows: int
+    rows: int  # sequences of a microbatch, and microbatches of a data-parallel rank in a step
     microbatches: int
-    family: str
-    recomputation: Any
-    values: Mapping[str, Any] = field(hash=False)
+    family: str  # the strategy, and as text the options that its variant has where only data is divided
+    recomputation: Any  # of activations; None: the strategy has no such option
+    values: Mapping[str, Any] = field(hash=False)  # keys of the run file, dotted, with their values
     wrapper: BaseModel | None = field(default=None, hash=False)
     schedule: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A unique key."""
         return (self.family, self.recomputation, self.rows, self.degrees, self.schedule)
 
     @property
@@ -89,19 +77,11 @@ class Candidate:
 
 @dataclass
 class Space:
-    """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`).
+    """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`)."""
 
-    Attributes:
-        values: of the run file, with what the command line sets.
-        kept: keys that the command line sets, dotted.
-        world: ranks, all of which are used.
-        refused, examples: number of refusals by reason without digits, and one such reason with digits.
-        enumerated: number of layouts.
-    """
-
-    values: Mapping[str, Any]
-    kept: tuple[str, ...]
-    world: int
+    values: Mapping[str, Any]  # of the run file, with what the command line sets
+    kept: tuple[str, ...]  # keys that the command line sets, dotted
+    world: int  # ranks, all of which are used
     device: Device
     layers: int
     length: int
@@ -109,10 +89,9 @@ class Space:
     experts: bool
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    enumerated: int = 0
+    enumerated: int = 0  # number of layouts
 
     def refuse(self, reason: str, count: int = 1) -> None:
-        """Count a refusal of `count` layouts."""
         reason = reason.strip().splitlines()[0]
         key = re.sub(r"\d+", "N", reason)
         self.refused[key] += count
@@ -157,7 +136,12 @@ class Space:
         made, once = (self._variants(spec, degrees, rows[0], microbatches) for microbatches in (most, 1))
         alone = self._variants(spec, Degrees(dp_shard=degrees.dp_shard * degrees.cp), rows[0], most)
         named = zip(made, alone if len(alone) == len(made) else made, strict=True)
-        options = [(*each, recomputed) for each in named for recomputed in self._recomputations(spec)]
+        recomputations: tuple[Any, ...] = CHECKPOINTING
+        if RECOMPUTATION not in spec.config_cls.model_fields:
+            recomputations = (None,)
+        elif self.keeps(f"strategy_config.{RECOMPUTATION}"):
+            recomputations = (self.values["strategy_config"][RECOMPUTATION],)
+        options = [(*each, recomputed) for each in named for recomputed in recomputations]
         self.enumerated += len(options) * len(rows)
         try:
             if degrees.tp > self.device.node.ranks:
@@ -188,13 +172,6 @@ class Space:
         is_open = "dtype" not in self.values["model"]
         return [dict(each) for each in ask(degrees=degrees, is_dtype_open=is_open, **sizes)]
 
-    def _recomputations(self, spec: StrategySpec) -> tuple[Any, ...]:
-        if RECOMPUTATION not in spec.config_cls.model_fields:
-            return (None,)
-        if self.keeps(f"strategy_config.{RECOMPUTATION}"):
-            return (self.values["strategy_config"][RECOMPUTATION],)
-        return CHECKPOINTING
-
     def _made(
         self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
     ) -> Candidate:
@@ -212,10 +189,7 @@ class Space:
     def _options(
         self, section: str, spec: StrategySpec, said: Mapping[str, Any] | None, chosen: Mapping[str, Any]
     ) -> tuple[dict[str, Any], BaseModel]:
-        """Return options of the file (`said`), those that are `chosen`, and those that the command line sets.
-
-        The last win over the first.
-        """
+        """Return options of the file (`said`), those `chosen`, and the command line's; later ones win."""
         said = said or {}
         options = {key: value for key, value in said.items() if key in spec.config_cls.model_fields}
         options |= chosen
@@ -253,10 +227,8 @@ class Space:
         return self.size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
 
     def forecast(self, candidate: Candidate, head: float) -> tuple[float, float]:
-        """Return the share of waiting and the microbatches held by a pipeline under a schedule; else 0 and 1.
-
-        Args:
-            head: time of what the last stage computes besides its blocks, in blocks.
+        """Return a pipeline's share of waiting and microbatches held, else 0 and 1; `head`: what is no block, in
+        blocks.
         """
         ask = getattr(candidate.wrapper, "forecast", None)
         if ask is None:
@@ -267,7 +239,6 @@ class Space:
 
 
 def sizes_of(degrees: Degrees) -> MeshSizes:
-    """Return all sizes of a mesh."""
     return MeshSizes(**{key: getattr(degrees, key.removesuffix("_size")) for key in SIZES})
 
 

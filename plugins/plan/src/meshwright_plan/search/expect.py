@@ -1,13 +1,15 @@
-"""How long a step of each candidate is expected to take, and whether it fits, from those that are traced.
+"""What is traced of a candidate, and how long the others are expected to take.
 
-[Note: the estimate] The logarithms of four numbers of a candidate are sums over its features: its strategy's, those of
-its degrees, and so on. They are the seconds of one device for a token; the bytes held between steps for each parameter;
-and at the peak the bytes of activations, and of the rest. What each feature adds has the priors below, and is learned
-from traces: Bayesian linear regression, whose standard deviation tells how well a candidate is known (C. M. Bishop,
-Pattern Recognition and Machine Learning, section 3.3). These numbers are never reported as a candidate's own.
+[Note: from few to all] Blocks are alike, and so are microbatches: seconds and bytes grow by the same for each. Two
+depths tell by how much for a block, and the first of two microbatches for one more. Stages of a pipeline compute what
+the same model computes on one stage; the schedule's own timeline tells how long ranks wait.
 
-[Note: pipelines] A schedule itself tells how long ranks wait and how many microbatches they hold, from few of them: for
-more, ranks wait no longer.
+[Note: the estimate] The logarithms of four numbers of a candidate are sums over its features: the seconds of one device
+for a token, the bytes held between steps for each parameter, and at the peak the bytes of activations and of the rest.
+What each feature adds has the priors below, and is learned from traces by Bayesian linear regression, whose standard
+deviation tells how well a candidate is known (C. M. Bishop, Pattern Recognition and Machine Learning, section 3.3).
+These numbers are never reported as a candidate's own. Few microbatches tell how long ranks of a pipeline wait: for
+more, they wait no longer.
 """
 
 from __future__ import annotations
@@ -15,27 +17,145 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from meshwright.plugin import MeshwrightError
+from meshwright.plugin import BatchError, ConfigError, MeshwrightError, validated
+from meshwright_run.run_file import RunConfig
 
+from ..allocator import COMPUTE
+from ..config import Device
+from ..planned import job_of, most_of, plan, reserved_of, trace_rank
+from ..time import Timeline, play
+from ..trace import Job
 from .candidates import Candidate, Space
-from .glance import Glance
 
-Prior: TypeAlias = tuple[float, float]
-"""Mean and standard deviation."""
+DEPTHS = (3, 5)
+"""Blocks of the models that are traced: enough for all that is gathered ahead, and two apart, since some models
+alternate."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What grows with the blocks of a model, from two depths."""
+
+    start: float
+    slope: float
+
+    def at(self, layers: float) -> float:
+        return self.start + self.slope * layers
+
+    @staticmethod
+    def through(depths: Sequence[int], values: Sequence[float]) -> Line:
+        if len(depths) == 1:
+            return Line(values[0], 0.0)
+        slope = max(0.0, (values[-1] - values[0]) / (depths[-1] - depths[0]))
+        return Line(values[0] - slope * depths[0], slope)
+
+
+@dataclass(frozen=True)
+class Glance:
+    """A step of one or two microbatches on one stage, by the blocks of the model; see [Note: from few to all]."""
+
+    microbatches: int
+    step: Line  # seconds of the step, and of its first microbatch forward and backward
+    first: Line
+    peaks: Mapping[str, Line]  # bytes at the peak of each phase
+    spare: float  # the most bytes that torch's allocator took beyond the peak; two depths do not tell how it grows
+    held: Line  # bytes between steps, and the most of activations
+    activations: Line
+
+    def seconds(self, layers: int, microbatches: int) -> float:
+        return self.step.at(layers) + (microbatches - self.microbatches) * self.first.at(layers)
+
+    def reserved(self, layers: float) -> float:
+        return max(line.at(layers) for line in self.peaks.values()) + self.spare
+
+    def piped_seconds(self, layers: int, microbatches: int, ranks: int, waiting: float) -> float:
+        """Return the seconds of a step on so many stages, which wait for this share of the time."""
+        working = microbatches * self.first.at(layers) / ranks / (1 - waiting)
+        rest = self.step.at(layers / ranks) - self.microbatches * self.first.at(layers / ranks)
+        return working + max(0.0, rest)
+
+    def piped_reserved(self, layers: int, ranks: int, live: float) -> float:
+        """Return the bytes of a rank of a pipeline that holds the activations of `live` microbatches of its blocks."""
+        here = layers / ranks
+        return self.reserved(here) + max(0.0, live - 1) * self.activations.slope * here
+
+    @property
+    def head(self) -> float:
+        """The time of what is not in blocks, as a number of blocks."""
+        return self.first.start / self.first.slope if self.first.slope > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process is to do: a plan of a run file's values if `is_whole`, else a glance."""
+
+    values: Mapping[str, Any]
+    world: int
+    device: Device
+    expert_imbalance: float
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is neither glance nor plan; `of_batch`: whether another batch may be accepted."""
+
+    reason: str
+    of_batch: bool
+
+
+def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
+    """Return a glance, a plan, or why there is none."""
+    try:
+        config = validated(RunConfig, request.values, where="a candidate")
+        job = replace(job_of(config, request.world), expert_imbalance=request.expert_imbalance)
+        return plan(job, request.device) if request.is_whole else glance(job, request.device)
+    except MeshwrightError as error:
+        return Refusal(str(error), isinstance(error, BatchError | ConfigError))
+
+
+def glance(job: Job, device: Device) -> Glance:
+    """Trace a job without a pipeline on its first rank."""
+    shallow = job.with_layers is not None and job.layers > DEPTHS[-1]
+    depths = DEPTHS if shallow else (max(1, job.layers),)
+    library, spare = device.library_bytes, 0.0
+    rows: list[tuple[float, ...]] = []
+    peaks: list[Mapping[str, int]] = []
+    for depth in depths:
+        found = trace_rank(job.at_depth(depth) if shallow else job, 0)
+        (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+        beyond = reserved_of(found, device) - found.peak.bytes - library
+        spare = max(spare, beyond) if rows else beyond
+        rows.append((line.seconds, _first(line), found.after.bytes + library, most_of(found, "activations")))
+        peaks.append({phase: most + library for phase, most in found.peak.phases.items()})
+    step, first, held, activations = (Line.through(depths, values) for values in zip(*rows, strict=True))
+    phases = {phase: Line.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
+    return Glance(job.microbatches, step, first, phases, spare, held, activations)
+
+
+def _first(line: Timeline) -> float:
+    """Return when the first microbatch has been computed: the next forward or the optimizer begins."""
+    has_turned = False
+    for span in line.spans:
+        if span.stream == COMPUTE:
+            if has_turned and span.phase != "backward":
+                return span.start
+            has_turned = has_turned or span.phase == "backward"
+    return line.seconds
+
+
+Prior: TypeAlias = tuple[float, float]  # Mean and standard deviation
 Outlook: TypeAlias = tuple[float, float]
 """The least share of time that ranks wait, and the least part of a microbatch's activations that one of them holds,
 over all schedules."""
-NOISE = 0.07
-"""What features do not tell, as a part."""
-LEAST = 0.05
-"""The least part of a peak that is neither held between steps nor activations."""
-_ELSE: Prior = (0, 0.07)
-"""Of a single value of what has a logarithm: how far it is off the line."""
+NOISE = 0.07  # What features do not tell, as a part
+LEAST = 0.05  # The least part of a peak that is neither held between steps nor activations
+_ELSE: Prior = (0, 0.07)  # Of a single value of what has a logarithm: how far it is off the line
 _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
     "all": ((0, 10), (0, 10), (0, 10)),
     "family": ((0, 0.3), (0, 0.1), (0, 0.5)),
@@ -67,9 +187,7 @@ _HELD: Mapping[str, Prior] = {
 
 @dataclass
 class Estimate:
-    """One number of all candidates; see [Note: the estimate]. `beside` is what is known of their logarithms without
-    features, `known` the logarithms of traced candidates.
-    """
+    """One number of all candidates; see [Note: the estimate]. `beside`: what is known of it without features."""
 
     priors: Mapping[str, Prior]
     features: Sequence[Mapping[str, float]]
@@ -90,7 +208,6 @@ class Estimate:
         self._told: tuple[Tensor, Tensor] | None = None
 
     def learn(self, number: int, value: float) -> None:
-        """Take the logarithm of a candidate."""
         self.known[number], self._told = value, None
 
     def all(self) -> tuple[Tensor, Tensor]:
@@ -143,8 +260,6 @@ def _of_state(each: Candidate) -> dict[str, float]:
 
 
 class Outlooks:
-    """Outlooks of pipelines; see [Note: pipelines]."""
-
     def __init__(self, space: Space) -> None:
         self._space = space
         self._told: dict[tuple[int, int], Outlook | str] = {}
@@ -203,7 +318,6 @@ class Expectations:
         return mean + self._scale, deviation
 
     def chance(self) -> Tensor:
-        """Return the probability that each candidate fits."""
         told = [each.all() for each in (self._held, self._activations, self._rest)]
         parts = [mean.exp() for mean, _ in told]
         parts[0] *= self.space.size.parameters

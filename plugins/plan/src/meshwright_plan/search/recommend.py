@@ -20,18 +20,16 @@ from meshwright_run.launch.local import warm_up
 from meshwright_run.layout import NO_END, read_job
 from meshwright_run.run_file import RunConfig
 
-from ..device import Device, find_device
-from ..job import job_of
+from ..config import Device, find_device
+from ..planned import job_of
 from ..report import table
 from .candidates import SIZES, Candidate, Space, assigned
 from .search import Found, Search
 
 WANTED = 10
 LIMIT_S = 105.0
-MOST_PROCESSES = 8
-"""Processes that trace at once, where there are as many cores; each holds about half a GiB."""
-SHOWN, REASONS = 5, 8
-"""How many open layouts, and reasons why others lost, are shown."""
+MOST_PROCESSES = 8  # Processes that trace at once, where there are as many cores; each holds about half a GiB
+SHOWN, REASONS = 5, 8  # How many open layouts, and reasons why others lost, are shown
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _LEFT = ("mesh", "recomputed", "strategy", "for instance")
 
@@ -49,31 +47,7 @@ def recommend(
     limit_s: float = LIMIT_S,
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Search for the fastest layouts that fit.
-
-    Args:
-        run_file: its layout is where the search begins; see [Note: what stays] in `candidates`.
-        assignments: as --set gives them; these stay.
-        gpus: devices, all of which are used.
-        device: see `find_device`.
-        batch_tokens: tokens of a step, see `tokens_of`; None: the run file's batch.
-        max_nodes: no more nodes of the device's size are used, and so perhaps fewer devices.
-        wanted: how many layouts.
-        limit_s: after so many seconds nothing new is traced.
-        processes: that trace at once; 1: this one; None: one for each core, at least 2.
-
-    Returns:
-        Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`, which is None
-        where time allowed none and the numbers are nearly those of one; `layouts`, seconds and bytes of all that was
-        traced, and whether they fit; `open`, what could be as good for all that is known, with the seconds that are
-        expected of each; `lost`, why others are not among the best; and `deviation`, how far what was expected was
-        from what was then traced, as a part (root of the mean square).
-
-    Raises:
-        ConfigError: nothing fits, or what is given is not valid.
-        TrainingError: a process that traces has died.
-        MeshwrightError: as training does.
-    """
+    """Search for the fastest layouts that fit; return plain values, see docs/plan.md."""
     on = find_device(device)
     for name, value in (("--gpus", gpus), ("--max-nodes", max_nodes)):
         if value is not None and value < 1:
@@ -98,17 +72,11 @@ def recommend(
 
 
 def write_run(found: Mapping[str, Any], file: Path) -> None:
-    """Write one of the `best` of `recommend` as a run file."""
-    text = yaml.safe_dump(found["run"], sort_keys=False, allow_unicode=True)
-    file.write_text(text, encoding="utf-8")
+    file.write_text(yaml.safe_dump(found["run"], sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def tokens_of(text: str) -> int:
-    """Return a number of tokens from digits and perhaps K, M or G, which are 2**10, 2**20 and 2**30.
-
-    Raises:
-        ConfigError: it is no such number.
-    """
+    """Return a number of tokens from digits and perhaps K, M or G, which are 2**10, 2**20 and 2**30."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if tokens < 1 or tokens != int(tokens):
@@ -157,8 +125,7 @@ def _executor(processes: int) -> Iterator[Executor]:
             pool.submit(_begin)
         yield pool
     finally:
-        # What is still traced is of no use any more.
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # what is still traced is of no use any more
         for each in {*active_children()} - {*others}:
             each.terminate()
 
@@ -169,13 +136,10 @@ def _begin() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     torch.set_num_threads(1)
-    # A run that is planned or trained warns itself.
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # A run that is planned or trained warns itself
 
 
 class _Here(Executor):
-    """Runs work in this process, at once."""
-
     def submit(self, work: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:

@@ -1,11 +1,11 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] The seconds and bytes of all candidates are expected (`expect`). The one that could be the fastest,
-one standard deviation below what is expected, is traced on few blocks (`glance`), which tells its numbers nearly, and
-those of similar ones a little. This repeats until no other could be among the best, or the time is up. Candidates that
-are unlikely to fit come later, or are left out. Of a pipeline the model is traced on one stage, which tells each of its
-schedules. The best are then planned, in their order, as time allows. This is Bayesian optimization by a lower
-confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit Setting, 2010), on a linear model.
+[Note: the search] The candidate that could be the fastest, one standard deviation below what is expected (`expect`), is
+traced on few blocks, which tells its numbers nearly, and those of similar ones a little. This repeats until no other
+could be among the best, or the time is up. Candidates that are unlikely to fit come later, or are left out. Of a
+pipeline the model is traced on one stage, which tells each of its schedules. The best are then planned in their order,
+as time allows. This is Bayesian optimization by a lower confidence bound (N. Srinivas et al., Gaussian Process
+Optimization in the Bandit Setting, 2010), on a linear model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ from meshwright.plugin import MeshwrightError
 
 from ..planned import fits
 from .candidates import Candidate, Space, assigned, sizes_of
-from .expect import Expectations, Outlooks
-from .glance import Glance, Refusal, Request, answer
+from .expect import Expectations, Glance, Outlooks, Refusal, Request, answer
 
-AFFORDABLE = 120
-"""Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance."""
-CHANCE = 0.02
-"""Candidates that fit with a lower probability are left out."""
-UNLIKELY = 1.0
-"""Seconds of a candidate that fits with probability p are multiplied by p to minus this power."""
-LOOKING = 0.7
-"""Part of the time in which layouts are traced; the rest is for whole plans of the best."""
-WAITING = 0.1
-"""Part of the time for which traces are waited for when that is over."""
+AFFORDABLE = 120  # Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance
+CHANCE = 0.02  # Candidates that fit with a lower probability are left out
+UNLIKELY = 1.0  # Seconds of a candidate that fits with probability p are multiplied by p to minus this power
+LOOKING = 0.7  # Part of the time in which layouts are traced; the rest is for whole plans of the best
+WAITING = 0.1  # Part of the time for which traces are waited for when that is over
 
 
 @dataclass(frozen=True)
@@ -111,8 +105,7 @@ class Search:
             waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
                 candidate = each.candidate
-                # See `AFFORDABLE`.
-                blocks = candidate.microbatches * self.space.layers
+                blocks = candidate.microbatches * self.space.layers  # see `AFFORDABLE`
                 is_affordable = candidate.degrees.pp == 1 or blocks <= AFFORDABLE
                 is_open = not each.is_planned and candidate.key not in waiting and is_affordable
                 has_time = number == 0 or self.elapsed + longest < self.limit_s
@@ -132,11 +125,9 @@ class Search:
                     self._keep(each.candidate, result, result["peak_reserved_bytes"])
 
     def best(self) -> list[Found]:
-        """Return the fastest of those found."""
         return self.ranked()[: self.wanted]
 
     def ranked(self) -> list[Found]:
-        """Return those found, the fastest first."""
         return sorted(self.found, key=lambda each: each.seconds)
 
     def open(self) -> list[tuple[float, Candidate]]:
@@ -164,7 +155,6 @@ class Search:
         return int((self._open & (self._expected.chance() <= CHANCE)).sum()) if self.candidates else 0
 
     def left(self) -> int:
-        """Return how many have not been traced that could fit."""
         return int((self._open & (self._expected.chance() > CHANCE)).sum()) if self.candidates else 0
 
     def _next(self, pending: Iterable[int]) -> int | None:
@@ -192,10 +182,7 @@ class Search:
         return found
 
     def _bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Return logarithms of the least and of the expected seconds, if `pending` candidates are as expected.
-
-        The least are infinite for candidates that are done, or could not fit.
-        """
+        """Return logarithms of the least seconds (infinite: done or cannot fit) and of the expected ones."""
         expected, deviation = self._expected.seconds(pending)
         chance = self._expected.chance()
         could = self._open & (chance > CHANCE)
