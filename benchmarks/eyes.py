@@ -36,9 +36,9 @@ from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import moments_of
 from meshwright.train.loop.step import Stopwatch, train_step
 from meshwright_run.journal import Journal, RankLog
+from meshwright_run.observers import chosen, tracking
 from meshwright_run.report import Curve, Reporter
 from meshwright_run.run_directory import RunDirectory
-from meshwright_run.trackers import chosen, tracking
 
 CALLS = 2000
 """Records that observers are told of to see what one costs by itself."""

@@ -22,8 +22,7 @@ from meshwright.testing.models import tiny_model
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.first_run import answers
 from meshwright_run.first_run.answers import Answers, Machine, known_of
-from meshwright_run.first_run.text import TEMPLATE
-from meshwright_run.first_run.write import write_run_file
+from meshwright_run.first_run.text import TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -29,32 +28,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright_run.data import (
-    EOS,
-    DataConfig,
-    DataOrder,
-    Documents,
-    Feed,
-    Place,
-    PreparedData,
-    Record,
-    SourceConfig,
-    StreamRows,
-    check_batch_size,
-    eval_microbatches,
-    holds_tokenizer,
-    load_tokenizer,
-    prepare,
-    read_records,
-    train_tokenizer,
-)
-from meshwright_run.data.cache import cache_root
-from meshwright_run.data.config import DEFAULT_VOCAB_SIZE
+from meshwright_run.data.config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig
 from meshwright_run.data.conversations import Fields
-from meshwright_run.data.documents import training_documents
+from meshwright_run.data.documents import Documents, cache_root, training_documents
 from meshwright_run.data.encoder import Encoder
-from meshwright_run.data.order import shuffled
-from meshwright_run.data.sources import find_source
+from meshwright_run.data.feed import Feed, Place, eval_microbatches
+from meshwright_run.data.order import DataOrder, check_batch_size, shuffled
+from meshwright_run.data.prepare import PreparedData, prepare
+from meshwright_run.data.rows import StreamRows
+from meshwright_run.data.sources import Record, find_source, read_records
+from meshwright_run.data.tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 from meshwright_run.data.tokenizing import tokenized, tokenizing
 
 EXAMPLES = settings(deadline=None, max_examples=60)
@@ -233,9 +216,7 @@ def test_stream_holds_each_document_and_an_eos(trained: PreTrainedTokenizerFast,
     assert stream.tolist() == expected
 
 
-def test_documents_keep_their_order_over_many_batches(
-    trained: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_keep_their_order_over_many_batches(trained, monkeypatch):
     monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 50)
     texts = [prose(seed, words=seed % 7 + 1) for seed in range(200)]
     records = (Record({"text": text}, "here") for text in texts)
@@ -250,9 +231,7 @@ def test_training_reaches_the_vocabulary_size_or_as_far_as_the_corpus_goes() -> 
     assert 257 < len(train_tokenizer(["ab ab"], 5000)) < 300
 
 
-def test_saved_tokenizer_loads_in_transformers_with_equal_encodings(
-    trained: PreTrainedTokenizerFast, trained_dir: Path
-) -> None:
+def test_saved_tokenizer_loads_in_transformers_with_equal_encodings(trained, trained_dir):
     loaded = AutoTokenizer.from_pretrained(trained_dir)
     text = f"a mesh\n\thas Äxes {EOS} 🙂"
     assert loaded(text)["input_ids"] == trained(text)["input_ids"]
@@ -301,9 +280,7 @@ def test_large_vocabulary_is_stored_in_32_bits() -> None:
         ),
     ],
 )
-def test_what_is_no_usable_tokenizer_is_refused(
-    name: str, content: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_is_no_usable_tokenizer_is_refused(name, content, message, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
     assert holds_tokenizer(tmp_path) == (name == "tokenizer.json")
     with pytest.raises(DataError, match=message):
@@ -328,9 +305,7 @@ def test_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     fraction=st.floats(0.001, 0.999),
     order=st.randoms(use_true_random=False),
 )
-def test_split_has_both_sides_and_does_not_depend_on_order(
-    texts: list[str], fraction: float, order: random.Random
-) -> None:
+def test_split_has_both_sides_and_does_not_depend_on_order(texts, fraction, order):
     mask = held_out_mask(texts, fraction)
     assert 0 < mask.sum() < len(texts)
     shuffled = order.sample(texts, len(texts))
@@ -414,16 +389,12 @@ def test_streams_and_tokenizer_have_the_same_sides_in_the_order_of_the_corpus(tm
         (3, 0.9999, "b4c992051c0e4638f83ed1a8eea6f46e"),
     ],
 )
-def test_fingerprint_stays_what_it_was_in_earlier_releases(
-    tmp_path: Path, documents: int, fraction: float, fingerprint: str
-) -> None:
+def test_fingerprint_stays_what_it_was_in_earlier_releases(tmp_path, documents, fraction, fingerprint):
     write_corpus(tmp_path / "corpus", documents)
     assert prepare(config_for(tmp_path, eval_fraction=fraction)).fingerprint == fingerprint
 
 
-def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
-    tmp_path: Path, corpus: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_read_once_and_once_more_to_train_a_tokenizer(tmp_path, corpus, trained_dir, monkeypatch):
     read: list[Path] = []
     real = SOURCES_MODULE.read_file
 
@@ -439,9 +410,7 @@ def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_corpus(
-    tmp_path: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path, trained_dir, monkeypatch):
     monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 1 << 12)
     monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 2)
     peaks = []
@@ -463,9 +432,7 @@ def test_memory_does_not_grow_with_the_corpus(
     assert peaks[2] < 1.1 * peaks[1]
 
 
-def test_second_call_finds_the_entry_and_other_lengths_share_it(
-    tmp_path: Path, corpus: Path, builds: list[Path]
-) -> None:
+def test_second_call_finds_the_entry_and_other_lengths_share_it(tmp_path, corpus, builds):
     first = prepare(config_for(tmp_path))
     again = prepare(config_for(tmp_path))
     longer = prepare(config_for(tmp_path, seq_len=32))
@@ -499,9 +466,7 @@ def test_what_changes_the_tokens_makes_a_new_entry(tmp_path: Path, corpus: Path,
     assert len(builds) == len({each.directory for each in found}) == len({each.fingerprint for each in found}) == 6
 
 
-def test_new_format_or_library_version_makes_a_new_entry(
-    tmp_path: Path, corpus: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_format_or_library_version_makes_a_new_entry(tmp_path, corpus, builds, monkeypatch):
     prepare(config_for(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(ENTRY_MODULE, "FORMAT", 0)
@@ -511,9 +476,7 @@ def test_new_format_or_library_version_makes_a_new_entry(
     assert len(builds) == 3
 
 
-def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(
-    tmp_path: Path, corpus: Path, trained_dir: Path, builds: list[Path]
-) -> None:
+def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corpus, trained_dir, builds):
     own = tmp_path / "own"
     shutil.copytree(trained_dir, own)
     config = config_for(tmp_path, tokenizer=str(own), vocab_size=1024)
@@ -578,9 +541,7 @@ def test_unwritable_cache_is_explained(tmp_path: Path, corpus: Path) -> None:
         prepare(config_for(tmp_path, cache_dir=str(tmp_path / "file")))
 
 
-def test_corpus_that_changes_while_it_is_read_leaves_no_entry(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corpus_that_changes_while_it_is_read_leaves_no_entry(tmp_path, corpus, monkeypatch):
     def meddle(documents: object, vocab_size: int) -> object:
         (corpus / "003.txt").write_text("shorter")
         return train_tokenizer(documents, vocab_size)  # type: ignore[arg-type]
@@ -766,9 +727,7 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 @EXAMPLES
 @given(sizes=sizes, multiple=st.integers(1, 3), count=st.integers(1, 20), step=st.integers(0, 9))
-def test_ranks_share_the_same_global_batch_at_any_size(
-    sizes: tuple[int, int], multiple: int, count: int, step: int
-) -> None:
+def test_ranks_share_the_same_global_batch_at_any_size(sizes, multiple, count, step):
     data_size, micro_batch_size = sizes
     sequences = numbered(count)
     order = DataOrder(count, data_size * micro_batch_size * multiple, seed=7)
@@ -802,9 +761,7 @@ def test_batch_that_does_not_divide_is_refused_with_the_allowed_sizes(batch_size
 
 @EXAMPLES
 @given(sizes=sizes, available=st.integers(1, 20), data=st.data())
-def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
-    sizes: tuple[int, int], available: int, data: st.DataObject
-) -> None:
+def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(sizes, available, data):
     data_size, micro_batch_size = sizes
     count = data.draw(st.none() | st.integers(1, available))
     sequences = numbered(available)

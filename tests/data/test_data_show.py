@@ -11,13 +11,22 @@ from support.chat_templates import tokenizer, turns
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
-from meshwright_run.cli.data_report import as_histogram, as_text, bins_of
 from meshwright_run.data.documents import Documents
 from meshwright_run.data.encoder import Counts
 from meshwright_run.data.feed import Feed, Place
+from meshwright_run.data.order import Stream
+from meshwright_run.data.report import (
+    Run,
+    ShownRow,
+    SourceSummary,
+    as_histogram,
+    as_text,
+    bins_of,
+    first_rows,
+    measured_fill,
+    shown_row,
+)
 from meshwright_run.data.rows import make_rows
-from meshwright_run.data.run_rows import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
-from meshwright_run.data.stream import Stream
 
 MODEL = {
     "model_type": "llama",

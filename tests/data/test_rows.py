@@ -1,4 +1,7 @@
-"""From documents to rows: which share one, what a row holds, and in which order and shapes a run gets them."""
+"""From documents to rows: which share one, what a row holds, and in which order and shapes a run gets them.
+
+Documents that share a row train as in rows of their own, whatever stands beside their positions.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from meshwright import BatchError, count_tokens
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.base.types import Batch
-from meshwright_run.data import (
-    DataOrder,
-    Documents,
-    Feed,
-    JoinedRows,
-    PackedRows,
-    PaddedRows,
-    Place,
-    Rows,
-    RunRows,
-    StreamRows,
-    eval_microbatches,
-    make_rows,
-)
-from meshwright_run.data.order import BLOCK, Mixture
+from meshwright.base.types import IGNORED_LABEL, Batch
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager, full_weights
+from meshwright_run.data.documents import Documents
+from meshwright_run.data.feed import Feed, Place, RunRows, eval_microbatches
+from meshwright_run.data.order import BLOCK, DataOrder, Mixture
 from meshwright_run.data.packing import LEAST, best_fit, cached_best_fit
+from meshwright_run.data.rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
 
 EXAMPLES = settings(deadline=None, max_examples=80)
 lengths_of = st.lists(st.integers(0, 12), max_size=60)
@@ -114,9 +110,7 @@ def documents_in(batch: Batch) -> list[list[int]]:
 
 @EXAMPLES
 @given(lengths=st.lists(st.integers(2, 12), min_size=1, max_size=40), seq_len=st.integers(12, 20), data=st.data())
-def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own(
-    lengths: list[int], seq_len: int, data: st.DataObject
-) -> None:
+def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own(lengths, seq_len, data):
     labelled = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
     documents = documents_of(lengths, labelled=labelled)
     rows = PackedRows(documents, seq_len)
@@ -252,9 +246,7 @@ def all_rows(sources: list[Rows], steps: range, *, size: int = 1, micro: int = 2
     weights=st.lists(st.floats(0.1, 9), min_size=3, max_size=3),
     seed=st.integers(0, 9),
 )
-def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(
-    sizes: list[int], weights: list[float], seed: int
-) -> None:
+def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(sizes, weights, seed):
     sources: list[Rows] = [PaddedRows(documents_of([2] * n, first=1000 * k), 4) for k, n in enumerate(sizes)]
     steps = all_rows(sources, range(12), batch_size=4, seed=seed, weights=weights[: len(sizes)])
     stream = [Counter(step) for step in steps]
@@ -297,9 +289,7 @@ def test_the_rows_of_a_step_are_the_same_on_any_mesh(kind: Any, weights: list[fl
     multiple=st.sampled_from([1, 2, 4, 8]),
     one_shape=st.booleans(),
 )
-def test_microbatches_of_one_number_have_one_length_on_all_ranks(
-    lengths: list[int], data_size: int, micro: int, multiple: int, one_shape: bool
-) -> None:
+def test_microbatches_of_one_number_have_one_length_on_all_ranks(lengths, data_size, micro, multiple, one_shape):
     rows = PaddedRows(documents_of(lengths), 32)
     places = [Place(rank, data_size, micro, multiple=multiple, one_shape=one_shape) for rank in range(data_size)]
     feeds = [Feed([rows], place, batch_size=8, seed=0).microbatches(3) for place in places]
@@ -350,3 +340,112 @@ def test_pairs_stay_together_in_every_order() -> None:
     counted = [int((labels != -100).any()) for batch in masked for labels in batch["labels"]]
     assert sum(counted) == 18
     assert all(a == b for a, b in zip(counted[::2], counted[1::2], strict=True))
+
+
+LENGTHS = (6, 10)
+CASE = Case(layers=2)
+
+
+def documents(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(0, 97, (2, length), generator=generator) for length in LENGTHS]
+
+
+def apart(step: int) -> list[Batch]:
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in documents(step)]
+
+
+def packed(step: int) -> Batch:
+    """The same documents, two to a row, beside an attention mask of ones."""
+    ids = torch.cat(documents(step), 1)
+    labels = ids.clone()
+    labels[:, LENGTHS[0]] = IGNORED_LABEL
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions.expand(ids.shape),
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def _train(strategy: str, sizes: dict[str, int], config: dict[str, Any], is_packed: bool) -> tuple[list[float], Any]:
+    manager = build_manager(strategy, config, sizes, CASE)
+    found = []
+    for step in range(3):
+        mine = [packed(step)] if is_packed else apart(step)
+        # Data ranks have a row each, or both.
+        size, rank = manager.mesh.data_size, manager.mesh.data_rank
+        mine = [{name: tensor.chunk(size)[rank] for name, tensor in batch.items()} for batch in mine]
+        num_tokens = count_tokens(mine, manager.mesh)
+        found.append(float(manager.eval_loss(mine, num_tokens=num_tokens)))
+        found.append(float(manager.forward_backward(mine, num_tokens=num_tokens)))
+        found.append(float(manager.clip_grad_norm(0.5)))
+        manager.optimizer_step()
+    return found, full_weights(manager)
+
+
+@pytest.fixture(scope="module")
+def rows_of_their_own() -> Any:
+    return pool(1).run(_train, "single", {}, {}, False)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("single", {}),
+        *(pytest.param("fsdp2", {f"{axis}_size": 2}, marks=pytest.mark.slow) for axis in ("tp", "pp", "cp")),
+    ],
+)
+def test_documents_in_one_row_with_a_mask_of_ones_train_as_in_rows_of_their_own(strategy, sizes, rows_of_their_own):
+    expected, expected_weights = rows_of_their_own
+    for found, weights in pool(1 if strategy == "single" else 2).run(_train, strategy, sizes, {}, True):
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+        for name, weight in expected_weights.items():
+            assert float((weights[name] - weight).abs().max()) <= 1e-9
+
+
+def _losses(changes: list[dict[str, Any]]) -> list[float | str]:
+    manager = build_manager("single", {}, {}, CASE)
+    found: list[float | str] = []
+    for change in changes:
+        batch = {name: tensor for name, tensor in {**packed(0), **change}.items() if tensor is not None}
+        try:
+            found.append(float(manager.eval_loss([batch], num_tokens=count_tokens([batch], manager.mesh))))
+        except BatchError as error:
+            found.append(str(error))
+    return found
+
+
+def losses(*changes: dict[str, Any]) -> list[float | str]:
+    return pool(1).run(_losses, list(changes))[0]
+
+
+def test_a_mask_with_zeros_beside_positions_that_restart_is_refused() -> None:
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[1, -1] = 0
+    for text in losses({"attention_mask": mask}, {"attention_mask": mask.bool()}):
+        assert "microbatch 0 of 1: position_ids restart" in str(text)
+        assert "Leave the mask out" in str(text)
+
+
+def test_masks_that_say_something_are_kept() -> None:
+    """Padding on the left and on the right, with the positions that transformers gives them; skipped positions; and a
+    mask of queries and keys."""
+    left, right = torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)
+    left[:, :4], right[:, 12:] = 0, 0
+    by_mask = [(mask.cumsum(1) - 1).masked_fill(mask == 0, 1) for mask in (left, right)]
+    jump = torch.arange(16) + 3 * (torch.arange(16) > 7)
+    labels = packed(0)["labels"]
+    cases = [
+        {"attention_mask": left, "position_ids": by_mask[0], "labels": labels.masked_fill(left == 0, IGNORED_LABEL)},
+        {"attention_mask": right, "position_ids": by_mask[1], "labels": labels.masked_fill(right == 0, IGNORED_LABEL)},
+        {"position_ids": jump.expand(2, 16)},
+    ]
+    found = losses(*cases, *({**case, "attention_mask": None} for case in cases))
+    assert all(isinstance(loss, float) for loss in found)
+    # Without the mask each of them is another computation.
+    assert all(kept != left_out for kept, left_out in zip(found[:1] + found[2:3], found[3:4] + found[5:6], strict=True))
+    causal = torch.zeros(2, 1, 16, 16, dtype=torch.float64).masked_fill(torch.ones(16, 16).triu(1).bool(), -1e9)
+    whole, none = losses({"attention_mask": causal}, {"attention_mask": None})
+    assert whole != none

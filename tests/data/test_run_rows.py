@@ -12,7 +12,7 @@ import pytest
 from support.commands import write_run
 from support.runs import STEPS, Place
 
-from meshwright_run.data import train_tokenizer
+from meshwright_run.data.tokenizer import train_tokenizer
 
 KILLED_AFTER = 5
 

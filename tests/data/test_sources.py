@@ -29,12 +29,14 @@ from support.corpus import prose
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.validation import validated
-from meshwright_run.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
 from meshwright_run.data import progress as progress_module
 from meshwright_run.data import tokenizing as worker_module
+from meshwright_run.data.config import DataConfig, SourceConfig
 from meshwright_run.data.documents import Documents, DocumentsFile, open_documents
 from meshwright_run.data.files import elements
-from meshwright_run.data.sources import Record
+from meshwright_run.data.prepare import PreparedData, prepare
+from meshwright_run.data.sources import Record, read_records
+from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.data.tokenizing import Worker, tokenized, tokenizing
 from meshwright_run.preflight import plan_run
 from meshwright_run.resume import _differences
@@ -157,9 +159,7 @@ json_values = st.recursive(
     ascii_only=st.booleans(),
     chunk=st.integers(1, 40),
 )
-def test_an_array_is_read_in_pieces_of_any_size(
-    rows: list[Any], indent: int | None, ascii_only: bool, chunk: int
-) -> None:
+def test_an_array_is_read_in_pieces_of_any_size(rows, indent, ascii_only, chunk):
     try:
         content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode()
     except UnicodeEncodeError:
@@ -222,9 +222,7 @@ def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_an_example_without_an_end_is_refused_before_memory_is_full(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_without_an_end_is_refused_before_memory_is_full(name, tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright_run.data.files.MAX_BYTES", 1 << 17)
     begin = {"a.jsonl": b'{"text": "', "a.json": b'[{"text": "', "a.csv": b'text\n"'}[name]
     (tmp_path / name).write_bytes(begin + b"x" * (1 << 20))
@@ -320,9 +318,7 @@ def saved(directory: Path, rows: list[dict[str, Any]] = ROWS, *, splits: bool = 
     return directory
 
 
-def test_a_dataset_has_the_tokens_of_the_same_rows_in_a_file(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_has_the_tokens_of_the_same_rows_in_a_file(tmp_path, tokenizer_dir, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     from_file = prepare(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
     one = SourceConfig(dataset=str(saved(tmp_path / "one[1]")), columns=["score"])
@@ -365,9 +361,7 @@ def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(tmp_path: Path) 
     assert "save it with `save_to_disk`" in done.stderr
 
 
-def test_a_library_that_is_not_installed_is_named_with_what_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(tmp_path, monkeypatch):
     for module, source in (
         ("zstandard", write(tmp_path / "a.jsonl.zst")),
         ("pyarrow.parquet", write(tmp_path / "a.parquet")),
@@ -420,9 +414,7 @@ def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
     "changes",
     [{"columns": ["score"]}, {"seq_len": 8}, {"too_long": "cut"}, {"fields": {"text": "note"}}, {"eval_fraction": 0.8}],
 )
-def test_what_is_made_of_records_is_part_of_the_entry(
-    changes: dict[str, Any], tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_what_is_made_of_records_is_part_of_the_entry(changes, tmp_path, tokenizer_dir):
     write(tmp_path / "a.jsonl")
     entries = []
     for values in ({}, changes):
@@ -435,9 +427,7 @@ def test_what_is_made_of_records_is_part_of_the_entry(
     assert entries[0].fingerprint != entries[1].fingerprint
 
 
-def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(tmp_path, tokenizer_dir, monkeypatch):
     built: list[Path] = []
     real = PREPARE_MODULE._build
     monkeypatch.setattr(PREPARE_MODULE, "_build", lambda *args: (built.append(args[1].config.place), real(*args)))
@@ -454,9 +444,7 @@ def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(
     assert after.documents == 7 + 5 + 5
 
 
-def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(tmp_path, tokenizer_dir):
     first, second = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[1:])
     found = [
         prepare(config_for(tmp_path, tokenizer_dir, *sources)).fingerprint
@@ -483,9 +471,7 @@ def test_a_run_that_goes_on_is_told_which_of_its_sources_has_changed(tmp_path: P
     assert list(plans[2]["data"]) == list(plans[3]["data"]) == ["fingerprint", "seq_len"]
 
 
-def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(tmp_path, tokenizer_dir):
     source, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[:3])
     for fraction in (0, 0.3):
         sets = {"small": other, "both": [other, source]}
@@ -498,9 +484,7 @@ def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
-def test_the_two_of_a_pair_stay_together(
-    fraction: float, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monkeypatch):
     rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 40)
@@ -525,9 +509,7 @@ chunks = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=
 
 @settings(deadline=None, max_examples=60)
 @given(lengths=chunks, data=st.data())
-def test_documents_that_are_taken_out_again_take_along_what_belongs_to_them(
-    lengths: list[list[int]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_documents_that_are_taken_out_again_take_along_what_belongs_to_them(lengths, data, tmp_path_factory):
     directory = tmp_path_factory.mktemp("documents")
     file = DocumentsFile(directory, "train", np.dtype(np.uint16), ("one", "each"))
     expected: list[tuple[Any, ...]] = []
@@ -563,9 +545,7 @@ def each_of(documents: Documents) -> list[tuple[Any, ...]]:
 # --- processes
 
 
-def test_processes_make_the_same_documents_as_this_one(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, monkeypatch):
     source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
     monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 2000)
     here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
@@ -588,9 +568,7 @@ def test_processes_make_the_same_documents_as_this_one(
         (["kill"], r"a process that tokenizes ended unexpectedly \(exit code -9\)"),
     ],
 )
-def test_what_goes_wrong_in_a_process_is_told_here(
-    texts: list[Any], message: str, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_wrong_in_a_process_is_told_here(texts, message, tokenizer_dir, monkeypatch):
     monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 1)
     monkeypatch.setattr("meshwright_run.data.tokenizing._IN_THIS_PROCESS", 1)
     monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 1)
@@ -622,9 +600,7 @@ def killed(worker: Worker, argument: Any) -> Any:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_alone(
-    terminal: bool, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_shown_on_a_terminal_alone(terminal, tmp_path, tokenizer_dir, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(progress_module, "CONSOLE", Console(file=shown, force_terminal=terminal, width=100))
     prepare(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
@@ -728,9 +704,7 @@ def test_a_source_that_is_too_small_is_named(tmp_path: Path, tokenizer_dir: Path
         ("preference", {"prompt": "x" * 400, "chosen": "y", "rejected": "z"}),
     ],
 )
-def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(
-    format_: Any, record: dict[str, str], tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(format_, record, tmp_path, tokenizer_dir):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format=format_)
     with pytest.raises(DataError) as caught:

@@ -15,10 +15,13 @@ import torch
 from meshwright.base.errors import CheckpointError, DataError
 from meshwright.base.types import Batch
 from meshwright.base.validation import validated
-from meshwright_run.data import DataConfig, Feed, Place, lay_out, prepare, train_tokenizer
+from meshwright_run.data.config import DataConfig
+from meshwright_run.data.feed import Feed, Place, lay_out
+from meshwright_run.data.prepare import prepare
+from meshwright_run.data.tokenizer import train_tokenizer
 
-run_rows = importlib.import_module("meshwright_run.data.run_rows")
-stream = importlib.import_module("meshwright_run.data.stream")
+run_rows = importlib.import_module("meshwright_run.data.feed")
+stream = importlib.import_module("meshwright_run.data.order")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 
 
@@ -150,7 +153,7 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
 
 
 def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = importlib.import_module("meshwright_run.data.stream")
+    loader = importlib.import_module("meshwright_run.data.order")
     given = config()
     (whole,) = feeds(given)
     for step in range(6):

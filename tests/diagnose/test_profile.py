@@ -14,11 +14,19 @@ from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
-from meshwright_run.profile.activity import activity, common, exposed_communication, length, union, without
 from meshwright_run.profile.config import ProfileConfig, check_profile
 from meshwright_run.profile.show import compare
 from meshwright_run.profile.summary import as_values, from_values, load_summary, own_seconds, summarized, timeline
-from meshwright_run.profile.trace import Span, read_trace
+from meshwright_run.profile.trace import (
+    Span,
+    activity,
+    common,
+    exposed_communication,
+    length,
+    read_trace,
+    union,
+    without,
+)
 
 MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
 

@@ -24,11 +24,9 @@ from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
 from meshwright_run.preflight import plan_run
 from meshwright_run.profile._compat import flight_records, quieten_kineto, seen_by
-from meshwright_run.profile.activity import exposed_communication
-from meshwright_run.profile.faults import FaultFiles
-from meshwright_run.profile.recording import NOTHING, Sampler, activities, spans_of, warm_up
+from meshwright_run.profile.recording import NOTHING, FaultFiles, Sampler, activities, spans_of, warm_up
 from meshwright_run.profile.summary import load_summary
-from meshwright_run.profile.trace import read_trace
+from meshwright_run.profile.trace import exposed_communication, read_trace
 from meshwright_run.run_file import load_run
 
 PARTS = {"data", "forward_backward", "clip", "read", "optimizer"}

@@ -18,9 +18,9 @@ WITHOUT_TORCH = (
     *(
         "meshwright",
         "meshwright.cli.main",
-        "meshwright_run.cli.data",
+        "meshwright_run.commands",
         "meshwright_run.data.config",
-        "meshwright_run.data.run_rows",
+        "meshwright_run.data.feed",
     ),
     *("meshwright.files.class_paths", "meshwright_run.launch.local", "meshwright_run.launch.rank"),
     *("meshwright.objectives", "meshwright.single.plugin", "meshwright.strategy.contract", "meshwright.strategy.stack"),

@@ -25,7 +25,7 @@ SLACK_S = 5.0
 IGNORED = [getattr(signal, name) for name in companion._IGNORED]
 RANK = f"""
 import os, sys, time
-from meshwright.launch import companion
+from meshwright_run.launch import companion
 
 companion.LEAST_INTERVAL_S = 0.0
 forks = "fork" in sys.argv

@@ -291,10 +291,7 @@ def test_everything_else_is_left_alone(text: str) -> None:
     ("text", "told"),
     [
         (f"{NODES} SLURM_HET_SIZE=2", "a heterogeneous Slurm job"),
-        (
-            NODES.replace("SLURM_LOCALID=1", ""),
-            "one of 8 tasks of a Slurm step, but SLURM_LOCALID is not set",
-        ),
+        (NODES.replace("SLURM_LOCALID=1", ""), "one of 8 tasks of a Slurm step, but SLURM_LOCALID is not set"),
         ("OMPI_COMM_WORLD_SIZE=2", "one of 2 processes (OMPI_COMM_WORLD_SIZE)"),
         ("PMI_SIZE=16", "one of 16 processes (PMI_SIZE)"),
     ],

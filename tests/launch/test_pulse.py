@@ -14,9 +14,9 @@ from meshwright.events.step import StepResult
 from meshwright.mesh.progress import At, Progress, Sign
 from meshwright_run.launch.hang import DONE, Report, culprits, read_signs, standing, who_hangs
 from meshwright_run.launch.pulse import Pulse, write_sign
+from meshwright_run.observers import Stragglers
 from meshwright_run.report import NewStragglers, as_record, read_metrics
 from meshwright_run.run_sections import StragglersConfig
-from meshwright_run.stragglers import Stragglers
 
 INTERVAL_S = 2.0
 LIMIT_S = 90.0

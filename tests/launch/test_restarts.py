@@ -90,9 +90,9 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     run = make_run(tmp_path, "fewer", settings | {"max_restarts": 3, "elastic": {"min": 2, "max": 4}})
     run.file.write_text(yaml.safe_dump(as_plain(load_run(run.file, [without]))))
     broken = tmp_path / "broken"
-    code = "import restart_targets; restart_targets.main()"
+    code = "from support import restart_targets; restart_targets.main()"
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(run.file), str(broken)],
@@ -175,9 +175,7 @@ def test_a_run_may_have_as_many_ranks_as_fit(changes: dict[str, Any], expected: 
     ],
     ids=str,
 )
-def test_restarts_that_cannot_be_heeded_are_refused(
-    changes: dict[str, Any], error: type[Exception], match: str, tmp_path: Path
-) -> None:
+def test_restarts_that_cannot_be_heeded_are_refused(changes, error, match, tmp_path):
     with pytest.raises(error, match=match):
         rank_counts(_config(tmp_path, **changes))
 
@@ -215,9 +213,7 @@ def test_what_fails_at_the_same_step_time_and_again_is_left(tmp_path: Path, monk
         assert restarts.again(1) is again
 
 
-def test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps(tmp_path, monkeypatch):
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     restarts = Restarts(_config(tmp_path, max_restarts=99), [4, 2, 1])

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.base.errors import BatchError, ConfigError, ModelError
-from meshwright.objectives import ObjectiveConfig as Objective
-from meshwright.objectives import get_objective, list_objectives
+from meshwright.objectives import ObjectiveConfig, get_objective, list_objectives
 from meshwright.objectives.base import Columns
 from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.hooks import hookimpl
@@ -29,6 +28,7 @@ from meshwright.strategy.registry import Registry
 from meshwright.testing import pool
 from meshwright.testing.models import tiny_model
 from meshwright_objectives import CrossEntropy, previous_tokens
+from meshwright_objectives import plugin as objectives_plugin
 from meshwright_objectives.functions import log1mexp
 
 CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
@@ -404,7 +404,7 @@ def test_what_is_no_objective_is_refused(value, parts):
     assert all(part in text for part in parts), text
 
 
-class Scaled(Objective):
+class Scaled(ObjectiveConfig):
     name: ClassVar[str] = "scaled"
     factor: float = 1.0
 
@@ -423,6 +423,7 @@ class _Plugin:
 
 def registry_with(*plugins: _Plugin) -> Registry:
     registry = Registry([])
+    registry.register(objectives_plugin, name="objectives")
     for index, plugin in enumerate(plugins):
         registry.register(plugin, name=f"plugin{index}")
     assert not registry.failures
@@ -447,7 +448,7 @@ def test_a_plugins_objectives_are_found_by_name_with_options():
             [_Plugin(len)],
             "plugin plugin0 brings <built-in function len>, which is no meshwright.plugin.ObjectiveConfig",
         ),
-        ([_Plugin(Objective)], "which is no meshwright.plugin.ObjectiveConfig"),
+        ([_Plugin(ObjectiveConfig)], "which is no meshwright.plugin.ObjectiveConfig"),
     ],
 )
 def test_what_a_plugin_must_not_register_is_refused(plugins, text):

@@ -14,9 +14,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from meshwright.base.errors import DataError
-from meshwright_run.data import load_tokenizer, train_tokenizer
 from meshwright_run.data.config import SourceConfig
 from meshwright_run.data.sources import open_dataset
+from meshwright_run.data.tokenizer import load_tokenizer, train_tokenizer
 
 # -- datasets
 

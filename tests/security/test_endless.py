@@ -22,12 +22,13 @@ from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.configuration import digest_of_code
 from meshwright.testing.models import tiny_model
-from meshwright_run.data import chat_template, train_tokenizer
+from meshwright_run.data import chat_template
 from meshwright_run.data.chat_template import ChatTemplate, read_chat_template
 from meshwright_run.data.conversations import Conversation
 from meshwright_run.data.files import opened
 from meshwright_run.data.prepare import tokenizer_key
 from meshwright_run.data.progress import Meter
+from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.journal import id_of
 from meshwright_run.start import _last_step
 

@@ -38,7 +38,9 @@ from meshwright.optim.groups import needs_closure
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
 from meshwright_run import start
-from meshwright_run.data import load_tokenizer, prepare, sources
+from meshwright_run.data import sources
+from meshwright_run.data.prepare import prepare
+from meshwright_run.data.tokenizer import load_tokenizer
 from meshwright_run.launch import local as launch
 from meshwright_run.model_trial import try_model
 from meshwright_run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run

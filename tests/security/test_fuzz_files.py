@@ -30,7 +30,7 @@ from meshwright.model.adapter import read_adapter_config
 from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import open_pretrained
 from meshwright_plan.config import find_device
-from meshwright_run.data import load_tokenizer
+from meshwright_run.data.tokenizer import load_tokenizer
 from meshwright_run.fate import check_output
 from meshwright_run.report import read_metrics
 from meshwright_run.run_file import load_run

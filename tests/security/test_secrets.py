@@ -18,7 +18,7 @@ from meshwright.events.run import TrackerSpec
 from meshwright_cluster import TARGETS, Target
 from meshwright_cluster.files import files_of, write
 from meshwright_cluster.job import Job, plan_job
-from meshwright_run import trackers
+from meshwright_run import observers as trackers
 from meshwright_run.run_file import RunConfig, as_plain
 from meshwright_run.secrets import HIDDEN, is_secret, resolved
 

@@ -49,7 +49,7 @@ def places():
     from meshwright.checkpoint.saving import Saving
     from meshwright.manager.data_parallel import DataParallelManager
     from meshwright.manager.forward import Forward
-    from meshwright_run.data import Feed
+    from meshwright_run.data.feed import Feed
     from meshwright_run.journal import RankLog
 
     return {

@@ -1,6 +1,6 @@
 """`meshwright train` on ranks of which the last has no device any more, once a file says so.
 
-python -c "import restart_targets; restart_targets.main()" RUN.yaml FILE
+python -c "from support import restart_targets; restart_targets.main()" RUN.yaml FILE
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from support.runs import Place
 
 from meshwright.base.errors import ConfigError
 from meshwright.train.loop.monitors import EarlyStopping
-from meshwright_run.data import load_tokenizer
+from meshwright_run.data.tokenizer import load_tokenizer
 from meshwright_run.output import beginning
 from meshwright_run.preflight import data_and_model_config, plan_run, steps_of
 from meshwright_run.resume import early_stopping
@@ -135,7 +135,7 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workpla
 def test_patience_is_with_the_set_that_is_named(place: Place) -> None:
     told = {"every": 1, "early_stopping": {"set": "news", "patience": 2, "min_delta": 0.5}}
     config = load_run(place.file(eval=told), ["data.eval_sets={news: {files: a.jsonl}}"])
-    assert early_stopping(config) == EarlyStopping("news", patience=2, min_delta=0.5)
+    assert early_stopping(config.eval) == EarlyStopping("news", patience=2, min_delta=0.5)
 
 
 # -- several sets, and the best

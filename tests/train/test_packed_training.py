@@ -16,7 +16,9 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE
 from meshwright.testing.models import case_vocab
 from meshwright.testing.parity import build_manager, full_weights
-from meshwright_run.data import Documents, Feed, Place, make_rows
+from meshwright_run.data.documents import Documents
+from meshwright_run.data.feed import Feed, Place
+from meshwright_run.data.rows import make_rows
 from meshwright_run.run_file import OptimizerConfig
 
 ARCHITECTURES = [

@@ -23,7 +23,8 @@ from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler, set_schedule
 from meshwright.optim.groups import decay_groups
-from meshwright_run.data import DataOrder, lay_out
+from meshwright_run.data.feed import lay_out
+from meshwright_run.data.order import DataOrder
 from meshwright_run.fate import check_restarts
 from meshwright_run.preflight import data_and_model_config
 from meshwright_run.report import as_record, read_metrics

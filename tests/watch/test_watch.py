@@ -22,9 +22,9 @@ from starlette.testclient import TestClient
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright.base.errors import ConfigError
+from meshwright_run.observers import stragglers
 from meshwright_run.report import read_metrics
 from meshwright_run.run_file import differing_settings
-from meshwright_run.stragglers import stragglers
 from meshwright_watch import answers as timelines
 from meshwright_watch import server
 from meshwright_watch.answers import compare

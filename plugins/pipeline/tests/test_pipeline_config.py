@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright import ConfigError
 from meshwright.base.validation import validated
-from meshwright_pipeline.config import (
-    PipelineConfig,
-    number_of_microbatches,
-    number_of_stages,
-    schedule_of,
-)
+from meshwright_pipeline.config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 
 
 def config(**values):

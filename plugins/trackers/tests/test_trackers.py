@@ -34,7 +34,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.events.run import RunInfo, RunSummary, SavedCheckpoint
 from meshwright.events.step import StepResult
 from meshwright.strategy.registry import get_registry
-from meshwright_run.trackers import chosen, list_trackers, tracking
+from meshwright_run.observers import chosen, list_trackers, tracking
 from meshwright_trackers.config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from meshwright_trackers.plugin import Library, build_mlflow, build_tensorboard, build_trackio, build_wandb
 from meshwright_trackers.tracker import Background, parameters, step_metrics

@@ -21,14 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.plugin import Findings, Mesh, MeshwrightError, NotFiniteError, StrategyError
 
-from ._compat.wrapped import (
-    awaited,
-    begin_backward,
-    in_backward,
-    take_gradient_hooks,
-    tensors_in,
-    wait_for_gathers,
-)
+from ._compat.wrapped import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in, wait_for_gathers
 from .config import MegatronFSDPConfig
 from .shards import like
 

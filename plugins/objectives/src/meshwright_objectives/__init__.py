@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .heads import Reward, Value
-from .policy import GRPO, PPO
-from .preference import DPO, KTO, ORPO, SimPO
+from .policy import GRPO, PPO, Value
+from .preference import DPO, KTO, ORPO, Reward, SimPO
 from .supervised import CrossEntropy, Distill, Unlikelihood
 
 if TYPE_CHECKING:

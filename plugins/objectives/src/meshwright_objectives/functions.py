@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshwright.plugin import IGNORED_LABEL, Sequences, Tokens, targets
+from meshwright.plugin import IGNORED_LABEL, ModelError, Sequences, Tokens, targets
 
 ABSENT = -1e30
 """The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""
@@ -155,8 +155,15 @@ def documents_with_targets(batch: Mapping[str, Tensor]) -> int:
     return int((sequences.document_sum(sequences.mask) > 0).sum())
 
 
-def wide(values: Tensor) -> Tensor:
-    """Convert to float32 at least."""
+def feature(logits: Tensor, dims: int, name: str) -> Tensor:
+    """Return the one feature of a head, at least float32, without its dim; raises ModelError for other heads."""
+    if logits.dim() != dims or logits.shape[-1] != 1:
+        kind, shape = ("tokens", "(B, S, 1)") if dims == 3 else ("sequences", "(B, 1)")
+        raise ModelError(
+            f"objective {name!r} needs a head over {kind} with one feature, {shape}, and the model gives "
+            f"{tuple(logits.shape)}. Set num_labels=1, and take a model that classifies {kind}."
+        )
+    values = logits[..., 0]
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Policy objectives over sampled tokens and their advantages: `grpo` and its variants, and `ppo`."""
+"""Policy objectives over sampled tokens and their advantages: `grpo` and its variants, `ppo`, and `value`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshwright.plugin import (
-    Column,
-    Columns,
-    Fraction,
-    NotNegative,
-    ObjectiveConfig,
-    Positive,
-    Sums,
-    predicted,
-)
+from meshwright.plugin import Column, Columns, Fraction, NotNegative, ObjectiveConfig, On, Positive, Sums, predicted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.plugin import Tokens
+    from meshwright.plugin import Outputs, Tokens
 
 Normalize: TypeAlias = Literal["sequence", "tokens", "constant"]
 Correction: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -131,6 +122,42 @@ class PPO(GRPO):
     @property
     def takes(self) -> tuple[Column, ...]:
         return tuple(OLD if each.name == OLD.name else each for each in super().takes)
+
+
+class Value(ObjectiveConfig):
+    """Half the squared error of values v against returns R at the positions that predict a token, divided by targets.
+
+    With `clip` c and the values v_old of the rollout, max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
+
+    Columns: `returns` (B, S); `old_values` (B, S) with `clip`.
+    Sums: `value`; `clipfrac`, where the clipped error is the larger one.
+    Source: Schulman et al. 2016, arXiv:1506.02438; OpenAI's baselines of arXiv:1707.06347 for the clip.
+    """
+
+    name: ClassVar[str] = "value"
+    on: ClassVar[On] = "outputs"
+
+    clip: Positive | None = Field(default=0.2, description="How far a value may move; null: any.")
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        old = () if self.clip is None else (Column("old_values", ("B S",)),)
+        return Column("returns", ("B S",)), *old
+
+    def __call__(self, outputs: Outputs, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import at_targets, feature, total
+
+        value_BS, kept_BS = feature(outputs.logits, 3, self.name).where(outputs.mask, 0.0), outputs.mask
+        returns_BS = at_targets(outputs, batch["returns"], value_BS)
+        error_BS = (value_BS - returns_BS) ** 2
+        each = {"value": value_BS}
+        if self.clip is not None:
+            old_BS = at_targets(outputs, batch["old_values"], value_BS)
+            # Clamping leaves a value inside the range unchanged, without rounding.
+            clipped_BS = (value_BS.clamp(old_BS - self.clip, old_BS + self.clip) - returns_BS) ** 2
+            each["clipfrac"] = (clipped_BS > error_BS).to(error_BS.dtype)
+            error_BS = error_BS.maximum(clipped_BS)
+        return 0.5 * error_BS.sum(), total(each, kept_BS)
 
 
 class _PolicyLoss:

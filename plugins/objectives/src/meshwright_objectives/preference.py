@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.plugin import Column, Columns, NotNegative, Positive, SequenceObjective, Sums
+from meshwright.plugin import Column, Columns, NotNegative, On, Positive, SequenceObjective, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.plugin import Tokens
+    from meshwright.plugin import Outputs, Tokens
 
 REFERENCE = Column("reference_log_probs", ("B", "B S"))
 BETA = "Factor of the log-ratios: how far the model may go from the reference."
@@ -215,3 +215,40 @@ class SimPO(SequenceObjective):
         each = {"logps/chosen": chosen_P, "logps/rejected": rejected_P, "nll": -chosen_P}
         rewards = reward_sums(self.beta * chosen_P, self.beta * rejected_P, kept_P)
         return loss_P.where(kept_P, 0.0).sum(), rewards | total(each, kept_P)
+
+
+class Reward(SequenceObjective):
+    """Reward model loss of pairs, for rewards c of the chosen and r of the rejected row, divided by pairs:
+
+        -log sigmoid(c - r - margin) + center (c + r)^2
+
+    Row 2i is chosen, 2i + 1 rejected.
+
+    Columns: `margin` (B,) of the chosen row, optional.
+    Sums: `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies`.
+    Source: Bradley and Terry 1952; margins of Touvron et al. 2023, arXiv:2307.09288; centring of Eisenstein et al.
+    2023, arXiv:2312.09244. In trl: RewardTrainer, `center_rewards_coefficient`.
+    """
+
+    name: ClassVar[str] = "reward"
+    on: ClassVar[On] = "outputs"
+    rows: ClassVar[int] = 2
+
+    center: NotNegative = Field(default=0.0, description="Factor of the square of a pair's sum.")
+
+    @property
+    def takes(self) -> tuple[Column, ...]:
+        return (Column("margin", ("B",), needed=False),)
+
+    def __call__(self, outputs: Outputs, batch: Columns) -> tuple[Tensor, Sums]:
+        from .functions import feature, kept_pairs, log_sigmoid, pairs, reward_sums
+
+        kept_P = kept_pairs(outputs)
+        chosen_P, rejected_P = pairs(feature(outputs.logits, 2, self.name))
+        margin_P = chosen_P - rejected_P
+        if "margin" in batch:
+            margin_P = margin_P - pairs(batch["margin"].to(margin_P.dtype))[0].where(kept_P, 0.0)
+        loss_P = -log_sigmoid(margin_P)
+        if self.center:
+            loss_P = loss_P + self.center * (chosen_P + rejected_P) ** 2
+        return loss_P.where(kept_P, 0.0).sum(), reward_sums(chosen_P, rejected_P, kept_P)

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.plugin import (
-    Column,
-    Columns,
-    Fraction,
-    NotNegative,
-    ObjectiveConfig,
-    Positive,
-    Sums,
-    predicted,
-)
+from meshwright.plugin import Column, Columns, Fraction, NotNegative, ObjectiveConfig, Positive, Sums, predicted
 
 if TYPE_CHECKING:
     from torch import Tensor

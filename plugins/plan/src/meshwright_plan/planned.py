@@ -46,9 +46,8 @@ from meshwright.plugin import (
     try_optimization,
     with_values,
 )
-from meshwright_run.layout import layout_of
 from meshwright_run.preflight import RunModel, data_and_model_config, find_model
-from meshwright_run.run_file import RunConfig
+from meshwright_run.run_file import RunConfig, layout_of
 
 from .allocator import reserved
 from .config import Device

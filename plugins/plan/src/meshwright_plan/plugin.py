@@ -113,16 +113,14 @@ def _search(
 
 def load_job(run_file: Path, assignments: list[str]) -> RunConfig:
     """Load a run file, which may leave out how long the run is."""
-    from meshwright_run.layout import read_job
-    from meshwright_run.run_file import RunConfig
+    from meshwright_run.run_file import RunConfig, read_job
 
     return validated(RunConfig, read_job(run_file, assignments), where=str(run_file))
 
 
 def check_job(config: RunConfig, world: int) -> None:
     """Check a run on so many ranks, as far as possible without torch."""
-    from meshwright_run.layout import layout_of
-    from meshwright_run.run_file import check_model
+    from meshwright_run.run_file import check_model, layout_of
 
     layout_of(config, world)
     check_model(config.model, config.data.seq_len)

@@ -1,8 +1,7 @@
 """Put together what a run trains with: initial weights, computed columns, the optimizer, and the loop.
 
-[Note: the reference] Log-probabilities under the initial weights are computed before the first step, by the run's own
-manager: one number for each row, summed over its supervised tokens. They are kept in the output directory, so that a
-resumed run compares with the same.
+[Note: the reference] The run's own manager computes log-probabilities under the initial weights before the first step:
+a sum over the supervised tokens of each row. The output directory keeps them for a run that goes on.
 
 Shapes: N rows of a set, B rows of a microbatch, S positions.
 """
@@ -38,21 +37,20 @@ from meshwright.plugin import (
     written_whole,
 )
 
-from .data import Feed, Place, Rows, RunRows, eval_microbatches
+from .data.feed import Feed, Place, RunRows, eval_microbatches
+from .data.rows import Rows
 from .model_trial import REFERENCE, as_asked, check_kept_apart
 from .preflight import Plan, masks_padding
 from .report import show
 from .resume import Source, early_stopping
 from .run_directory import RunDirectory
-from .run_file import RunConfig, as_plain
+from .run_file import as_plain
 
 
-def begin_with_weights(
-    manager: StrategyManager, config: RunConfig, plan: Plan, source: Source | None, console: Console
-) -> Plan:
+def begin_with_weights(manager: StrategyManager, plan: Plan, source: Source | None, console: Console) -> Plan:
     """Load `model.checkpoint` if the run begins with it, and compute what an objective needs of the initial weights.
     Collective."""
-    directory = RunDirectory.of(config)
+    config, directory = plan.config, RunDirectory.of(plan.config)
 
     def load_weights() -> None:
         if "checkpoint" in config.model:
@@ -77,7 +75,6 @@ def begin_with_weights(
 
 def loop_of(
     manager: StrategyManager,
-    config: RunConfig,
     plan: Plan,
     source: Source | None,
     *,
@@ -88,7 +85,7 @@ def loop_of(
 ) -> Loop:
     """Build the manager's optimizer, load the state of the source, and return the loop that trains on from there.
     Collective. One thing, since the optimizer, its averages and the data all go on from the source."""
-    mesh, rows = manager.mesh, plan.rows
+    config, mesh, rows = plan.config, manager.mesh, plan.rows
     with seen():
         optimizer = manager.build_optimizer(factory or optimizer_factory(config.optimizer))
         # Before a checkpoint with an average is loaded, and after one without.
@@ -104,7 +101,7 @@ def loop_of(
     if place is None:
         place = place_of(mesh.degrees, plan.micro_batch_size, mesh.data_rank)
     if not plan.rows_tried:
-        _try_rows(manager, config, plan, place)
+        _try_rows(manager, plan, place)
     feed = Feed(
         rows.training, place, batch_size=config.batch_size, seed=config.seed, weights=rows.weights, origin=origin
     )
@@ -127,7 +124,7 @@ def loop_of(
         },
         ema=ema,
         eval_every=config.eval.every,
-        early_stopping=early_stopping(config),
+        early_stopping=early_stopping(config.eval),
         extra=lambda drawn: {**extra, "position": feed.position(drawn), "streams": feed.state(drawn)},
         seed=config.seed,
         on_bad_step=config.bad_steps,
@@ -144,8 +141,10 @@ def place_of(degrees: Degrees, micro_batch_size: int, data_rank: int) -> Place:
     return Place(data_rank, degrees.dp, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
 
 
-def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
+def _try_rows(manager: StrategyManager, plan: Plan, place: Place) -> None:
     """Refuse a model that does not isolate documents that share a row, on all ranks. Collective."""
+
+    config = plan.config
 
     def statistics(batches: list[Batch]) -> list[torch.Tensor]:
         return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
@@ -246,7 +245,6 @@ def _read(file: Path, key: str, sets: Mapping[str, Rows]) -> dict[str, np.ndarra
 
 
 def _write(file: Path, key: str, values: Mapping[str, np.ndarray]) -> None:
-    """Write what a resumed run needs."""
     arrays: dict[str, Any] = {_KEY: np.array(key), **values}
     try:
         with written_whole(file) as opened:

@@ -1,7 +1,5 @@
-"""Files of a run's observers: events of the first rank, times and memory of each rank, timelines, and hangs.
-
-`events.jsonl` covers all attempts, also steps that were done again after one was killed. Its first line has the run's
-id.
+"""Files of a run's observers: `events.jsonl` of the first rank, over all attempts, times and memory of each rank,
+timelines, and hangs.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from .report import NewStragglers, without_nan
 from .run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from .profile.faults import FaultFiles
+    from .profile.recording import FaultFiles
 
 _LONGEST = 1 << 20
 """Bytes of a line that is read."""

@@ -1,14 +1,12 @@
 """Try a model before any rank starts, so that its errors in the first step are found early.
 
-[Note: no good model is refused] Every model is made on the meta device, and its configuration written as at the end of
-a run. A small one on a CPU is also trained on one sequence. A larger one is not tried as a smaller copy, which may fail
-where the model would not; nor are models for an accelerator, whose kernels may not run here, or with expert
-parallelism, which replaces code of the model.
+[Note: no good model is refused] Every model is made on the meta device, and its configuration written. A small one on a
+CPU is also trained on one sequence. A larger one is not tried as a smaller copy, which may fail where it would not; nor
+are models for an accelerator, or with expert parallelism, which replaces code of the model.
 
 [Note: isolation] Whether a model isolates the documents of a row, and ignores padding, is tried by changing tokens that
-must not be seen: what is computed of the others must stay. The change where they may be seen is the scale. No class is
-known by name: recurrent layers carry states over, some classes do not pass positions to their masks, and some are not
-causal. A small model is tried before any rank starts, and any other before its first step.
+must not be seen: what is computed of the others must stay, compared with a change of tokens that may be seen. No class
+is known by name. A small model is tried before any rank starts, and any other before its first step.
 """
 
 from __future__ import annotations
@@ -49,8 +47,9 @@ from meshwright.plugin import (
     split_targets,
 )
 
-from .data import Rows, RunRows
 from .data.config import Packing
+from .data.feed import RunRows
+from .data.rows import Rows
 
 REFERENCE = "reference_log_probs"
 _PARAMETERS, _WORK = 1e7, 1e9

@@ -32,11 +32,11 @@ from meshwright.plugin import (
     write_whole,
 )
 
-from .data import Rows, load_tokenizer
+from .data.rows import Rows
+from .data.tokenizer import load_tokenizer
 from .preflight import Plan
 from .report import draw_loss_curve, show, shown
 from .run_directory import ON_THE_WAY, RunDirectory
-from .run_file import RunConfig
 from .run_sections import HELD_OUT, SampleConfig
 
 AVERAGED_STEPS = 20
@@ -45,16 +45,17 @@ _BEGINNING = 16
 """Tokens of a document that make a prompt."""
 
 
-def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int) -> None:
+def export(manager: StrategyManager, plan: Plan, *, step: int) -> None:
     """Write the model after a step as a Hugging Face directory, each rank a part of it; and the averaged weights as
     another, if the run asks for it. Collective."""
+    config = plan.config
     averages = config.ema is not None and config.ema.export
     world, directory = manager.mesh.world, RunDirectory.of(config)
     world.progress.enter("exporting")
     checkpoint, model, averaged = (directory.path / name for name in ON_THE_WAY)
     # It is soon removed, and needs no signature.
     place = place_of(checkpoint, Access(retries=config.checkpoint.retries))
-    save_checkpoint(manager, place, step=step, tokenizer=plan.tokenizer(config.data), with_optimizer=False)
+    save_checkpoint(manager, place, step=step, tokenizer=plan.tokenizer(), with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if averages:
         export_checkpoint(checkpoint, averaged, average=True, world=world)
@@ -65,14 +66,14 @@ def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int
         shutil.rmtree(checkpoint)
 
 
-def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Console) -> None:
+def finish(plan: Plan, results: list[StepResult], console: Console) -> None:
     """Write loss curve and summary; show a sample and what to do next."""
-    directory = RunDirectory.of(config)
+    config, directory = plan.config, RunDirectory.of(plan.config)
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     draw_loss_curve(results, directory.curve, of_tokens=config.objective is None)
-    summary = summarized(config, plan, results, vocab_size=len(tokenizer))
+    summary = summarized(plan, results, vocab_size=len(tokenizer))
     write_whole(directory.summary, json.dumps(summary, indent=2) + "\n")
-    show("\n".join(told(summary, config)), console)
+    show("\n".join(told(summary, plan)), console)
     if config.sample is not None:
         transformers.utils.logging.disable_progress_bar()
         model = load_trained(directory.model, plan.model.directory)
@@ -97,9 +98,8 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     )
 
 
-def summarized(config: RunConfig, plan: Plan, results: list[StepResult], *, vocab_size: int) -> dict[str, Any]:
-    """Return the summary of a run that has ended; values of JSON."""
-    last = [result.loss for result in results[-AVERAGED_STEPS:]]
+def summarized(plan: Plan, results: list[StepResult], *, vocab_size: int) -> dict[str, Any]:
+    config, last = plan.config, [result.loss for result in results[-AVERAGED_STEPS:]]
     best = config.checkpoint.keep_best
     kept = [] if best is None else best_of(all_in(RunDirectory.of(config).checkpoints), best.set, best.n)
     return {
@@ -125,14 +125,13 @@ def summarized(config: RunConfig, plan: Plan, results: list[StepResult], *, voca
     }
 
 
-def told(summary: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """Describe a summary in a few lines."""
+def told(summary: dict[str, Any], plan: Plan) -> Iterator[str]:
     loss, ln_vocab = summary["train_loss"], summary["ln_vocab"]
     losses = "".join(f", {shown(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
     # Compared with a model that has learnt nothing; an objective may measure something else.
-    beside = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if config.objective is None else ""
+    beside = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if plan.config.objective is None else ""
     yield f"\ntraining loss {loss:.4f} (mean of the last {summary['train_loss_steps']} steps{beside}){losses}"
-    stopping = config.eval.early_stopping
+    stopping = plan.config.eval.early_stopping
     if stopping is not None and summary["steps"] < summary["of_steps"]:
         yield (
             f"stopped early, after {summary['steps']} of {summary['of_steps']} steps: the {shown(stopping.set)} loss "
@@ -143,7 +142,6 @@ def told(summary: dict[str, Any], config: RunConfig) -> Iterator[str]:
 
 
 def load_trained(directory: Path, base: Path | None) -> Any:
-    """Load the model that a run has written, or its adapter over the base."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -6,11 +6,7 @@ import typer
 
 from meshwright.plugin import hookimpl
 
-from .cli import data
-from .cli.checkpoint import export, show, verify
-from .cli.schema import schema
-from .cli.train import train
-from .first_run.command import init
+from .commands import export, init, schema, show, show_data, train, verify
 
 
 @hookimpl
@@ -22,5 +18,5 @@ def register_commands(app: typer.Typer) -> None:
     checkpoints.command()(verify)
     app.add_typer(checkpoints, name="checkpoint")
     data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
-    data_commands.command()(data.show)
+    data_commands.command("show")(show_data)
     app.add_typer(data_commands, name="data")

@@ -53,17 +53,18 @@ from meshwright.plugin import (
     try_optimization,
 )
 
-from .data import DataConfig, PreparedData, RunRows, check_groups, holds_tokenizer, lay_out, load_tokenizer, prepare
 from .data.chat_template import read_chat_template
+from .data.feed import RunRows, check_groups, lay_out
+from .data.prepare import PreparedData, prepare
+from .data.tokenizer import holds_tokenizer, load_tokenizer
 from .fate import check_output, check_restarts
-from .layout import layout_of
 from .model_trial import can_be_tried, check_memory, columns_to_compute, memory_of_node, try_model, try_rows
+from .observers import chosen
 from .profile.config import check_profile
 from .resume import check_source
 from .run_directory import RunDirectory
-from .run_file import RunConfig
+from .run_file import RunConfig, layout_of
 from .run_sections import HELD_OUT
-from .trackers import chosen
 
 ORDER = 2
 """Version of the order of the data, which checkpoints hold."""
@@ -73,10 +74,10 @@ ORDER = 2
 class Plan:
     """A run that has been checked, as far as that is possible without ranks.
 
-    Where not `rows_tried`, the model is tried as it runs, whether it isolates documents of a row. `identity` is what
-    must be equal for a run to resume as if it had not been interrupted; values of JSON.
+    Where not `rows_tried`, the model is tried as it runs. `identity` is what must be equal to resume; values of JSON.
     """
 
+    config: RunConfig
     stack: Stack
     degrees: Degrees
     micro_batch_size: int
@@ -91,11 +92,11 @@ class Plan:
     rows_tried: bool
     identity: dict[str, Any]
 
-    def tokenizer(self, data: DataConfig) -> Any:
+    def tokenizer(self) -> Any:
         """Load the tokenizer that is written with the model, with the chat template that it was trained with."""
         tokenizer = load_tokenizer(self.data.tokenizer_dir)
-        if data.chat_template is not None:
-            tokenizer.chat_template = read_chat_template(data.chat_template)
+        if (template := self.config.data.chat_template) is not None:
+            tokenizer.chat_template = read_chat_template(template)
         return tokenizer
 
 
@@ -147,6 +148,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
     return Plan(
+        config=config,
         stack=stack,
         degrees=degrees,
         micro_batch_size=micro_batch_size,
@@ -228,9 +230,8 @@ def _identity(
     return plain
 
 
-def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
-    """Describe a run in a few lines."""
-    rows, held_out = plan.rows, plan.rows.held_out
+def headline(plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
+    config, rows, held_out = plan.config, plan.rows, plan.rows.held_out
     size = model_size(model)
     no_driver = missing_driver("training on the CPU: ") if config.device is None else ""
     found = [f"{rows.at_hand:,}"] if rows.at_hand else []
@@ -251,8 +252,6 @@ _WHERE = "model.peft"
 
 @dataclass(frozen=True)
 class RunModel:
-    """What is known of a run's model before it is made."""
-
     directory: Path | None = None
     adapters: AdapterOptions | None = None
     base: Base | None = None
@@ -262,7 +261,6 @@ class RunModel:
         return (self.adapters and self.adapters.base_dtype) or dtype_of(section)
 
     def identity(self, section: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what must be equal for a run to resume; values of JSON."""
         if self.base is None:
             return {}
         return {"peft": dict(section["peft"]), "base": self.base.fingerprint}
@@ -276,7 +274,6 @@ def fetch_model(section: Mapping[str, Any], world: World) -> str | None:
 
 
 def find_model(section: Mapping[str, Any], *, commit: str | None = None) -> RunModel:
-    """Find the model of a run file; download it if it is one of the hub."""
     if "checkpoint" in section:
         checkpoint = Path(section["checkpoint"]).expanduser()
         manifest = read_manifest(checkpoint)

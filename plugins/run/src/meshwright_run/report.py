@@ -154,8 +154,6 @@ class Lines:
 
 
 class NewStragglers:
-    """Returns each straggler once."""
-
     def __init__(self) -> None:
         self._known: set[float] = set()
 
@@ -168,14 +166,13 @@ class NewStragglers:
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
     """Read the first `until` steps of a file of metrics of a run of `steps` steps.
 
-    Where the file goes back to an earlier step, what follows replaces what was there from that step on. A line that
-    cannot be read is left out with a warning, unless it is the last, which a killed run may leave incomplete.
+    Where it goes back to an earlier step, what follows replaces what was there. A line that cannot be read is left out
+    with a warning, unless it is the last, which a killed run may leave incomplete.
     """
     return metrics_of(path.read_bytes(), path, until=until, steps=steps) if path.is_file() else []
 
 
 def metrics_of(content: bytes, path: Path | str, *, until: int, steps: int) -> list[StepResult]:
-    """Read the content of a file of metrics; see `read_metrics`."""
     found: list[StepResult] = []
     unread: list[int] = []
     lines = content.splitlines()
@@ -222,7 +219,6 @@ def _with_nan(values: Any) -> dict[str, Any]:
 
 
 def without_nan(values: Mapping[str, float]) -> dict[str, Any]:
-    """Replace values that JSON has no number for by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -231,7 +227,6 @@ def _line(result: StepResult) -> str:
 
 
 def as_record(result: StepResult) -> dict[str, Any]:
-    """Return a line of the metrics file."""
     record: dict[str, Any] = {
         "step": result.step,
         **without_nan({"loss": result.loss, "grad_norm": result.grad_norm}),
@@ -255,7 +250,6 @@ def as_record(result: StepResult) -> dict[str, Any]:
 
 
 def describe(result: StepResult) -> str:
-    """Describe a step in one short line."""
     text = (
         f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
         f"{result.tokens_per_second:,.0f} tokens/s"
@@ -282,7 +276,6 @@ def say_finished(directory: RunDirectory) -> None:
 
 
 def say_stopped(stopped: Stopped, *, steps: int) -> None:
-    """Say that a signal has ended a run of `steps` steps."""
     saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
     if stopped.too_late:
         saved = (
@@ -295,7 +288,6 @@ def say_stopped(stopped: Stopped, *, steps: int) -> None:
 
 
 def show(text: str | Text, console: Console | None = None) -> None:
-    """Print text as it is."""
     (console or new_console()).print(text, highlight=False, soft_wrap=True)
 
 

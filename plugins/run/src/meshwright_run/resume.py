@@ -1,12 +1,11 @@
 """Which checkpoint, or copy in the memory of nodes, a run resumes from; and further copies.
 
-[Note: going on] A run writes its summary last. Without one it is unfinished, and the same command resumes from its
-newest valid checkpoint with the same numbers: state comes from the checkpoint; data, random numbers and learning rates
-follow from the step and the run file.
+[Note: going on] A run writes its summary last. Without one the same command resumes from its newest valid checkpoint
+with the same numbers: state comes from the checkpoint; data, random numbers and rates follow from step and run file.
 
 [Note: the course of a run] Each checkpoint in the directory of a run stems from the one before. Where a run resumes
-from an earlier one, or from one that lies elsewhere, the later ones are set aside. A checkpoint remembers the one that
-`resume` named when its course began, so that the same command resumes from what was saved since.
+from an earlier one, or from elsewhere, the later ones are set aside. A checkpoint remembers the one that `resume` named
+when its course began, so that the same command resumes from what was saved since.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from .journal import id_of, note
 from .report import metrics_of
 from .run_directory import METRICS, RunDirectory
 from .run_file import RunConfig
+from .run_sections import EvalConfig
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class Source:
 
     @property
     def has_average(self) -> bool:
-        """Whether it has an average of the weights."""
         return self.manifest.extra["identity"].get("ema") is not None
 
     @property
@@ -84,7 +83,6 @@ class Source:
 
     @property
     def watched(self) -> Mapping[str, Any] | None:
-        """What the loop remembers."""
         return _watched(self.manifest, self.changed)
 
     def earlier(self, steps: int) -> list[StepResult]:
@@ -102,7 +100,7 @@ class Source:
 
     def position(self) -> int:
         """Return where in the global stream of data the run resumes; see [Note: the global stream] in
-        `data.rows.order`."""
+        `data.order`."""
         if any(name == "seed" or name.startswith("data.") for name in self.changed):
             return 0
         batch_size = self.manifest.extra["identity"]["batch_size"]
@@ -110,13 +108,7 @@ class Source:
 
 
 def find_source(
-    config: RunConfig,
-    fate: Fate,
-    identity: Mapping[str, Any],
-    world: World,
-    *,
-    steps: int,
-    copies: MemoryCopies,
+    config: RunConfig, fate: Fate, identity: Mapping[str, Any], world: World, *, steps: int, copies: MemoryCopies
 ) -> Source | None:
     """Return the checkpoint to resume from, if any; see [Note: the course of a run]. Collective; the directory is
     locked."""
@@ -187,7 +179,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
         return
     manifest = read_manifest(given)
     changed = changes(source, manifest, identity, config, steps, least=1)
-    if Watch(early_stopping(config), None, _watched(manifest, changed)).is_exhausted:
+    if Watch(early_stopping(config.eval), None, _watched(manifest, changed)).is_exhausted:
         raise CheckpointError(
             f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
             f"Raise its patience, leave it out, or go on from an earlier checkpoint."
@@ -258,8 +250,8 @@ def _watched(manifest: Manifest, changed: Sequence[str]) -> Mapping[str, Any] | 
     return {BAD_STEPS: {name: known[name] for name in ("left_out", "count") if name in known}}
 
 
-def early_stopping(config: RunConfig) -> EarlyStopping | None:
-    section = config.eval.early_stopping
+def early_stopping(config: EvalConfig) -> EarlyStopping | None:
+    section = config.early_stopping
     return None if section is None else EarlyStopping(section.set, section.patience, section.min_delta)
 
 
@@ -308,7 +300,6 @@ class MemoryCopies:
 
     @contextmanager
     def copying(self, manager: StrategyManager, loop: Loop, run: str) -> Iterator[Loop]:
-        """Return the loop, with state copied to memory if the run asks for it."""
         settings = self._directory.checkpoint.copies
         if settings is None or self._copies is None:
             yield loop

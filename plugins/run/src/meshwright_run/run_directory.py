@@ -1,7 +1,4 @@
-"""The directory of a run: its paths, its lock, which names runs have made there, and where its checkpoints are.
-
-No torch in this module.
-"""
+"""The directory of a run: paths, lock, names that runs have made there, place of its checkpoints. No torch here."""
 
 from __future__ import annotations
 
@@ -42,14 +39,13 @@ ON_THE_WAY = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writ
 """Directories that become a model, or a checkpoint that one is made of."""
 REPLACED = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, PROFILE, FAULTS, *ON_THE_WAY)
 REPLACED_FILES = (METRICS, CURVE, EVENTS, REFERENCE, SUMMARY, RUN)
+ALL_REPLACED = (*REPLACED, *REPLACED_FILES)
 """Directories and files that a run makes, and removes where it replaces another."""
 _LARGEST = 1 << 16
 """Bytes of LISTED that are read."""
 
 
 class RunDirectory:
-    """Paths of a run, resolved once."""
-
     def __init__(self, path: str | Path, checkpoint: CheckpointConfig | None = None) -> None:
         self.path = Path(path)
         self.given, self.checkpoint = str(path), checkpoint or CheckpointConfig()
@@ -69,7 +65,6 @@ class RunDirectory:
         return str(self.path)
 
     def rank_file(self, rank: int) -> Path:
-        """Return where a rank writes its times and memory."""
         return self.ranks / f"{rank:05}.jsonl"
 
     def is_same(self, path: str) -> bool:
@@ -79,7 +74,6 @@ class RunDirectory:
 
     @cached_property
     def access(self) -> Access:
-        """How places of checkpoints are reached."""
         from meshwright.plugin import Access, read_key
 
         file = self.checkpoint.key_file
@@ -87,7 +81,6 @@ class RunDirectory:
 
     @cached_property
     def checkpoints(self) -> Folder:
-        """The place of the run's checkpoints."""
         from meshwright.plugin import is_url, place_of
 
         to = self.checkpoint.to
@@ -96,11 +89,9 @@ class RunDirectory:
 
     @property
     def saves_elsewhere(self) -> bool:
-        """Whether checkpoints go elsewhere than into the directory."""
         return self.checkpoint.to is not None
 
     def place_of(self, source: str) -> Folder:
-        """Return the place of a checkpoint that the run file names."""
         from meshwright.plugin import is_url, place_of
 
         return place_of(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
@@ -162,7 +153,6 @@ class RunDirectory:
             return ""
 
     def _refuse_links(self) -> None:
-        """Refuse links where a run writes."""
         from meshwright.plugin import BESIDE
 
         # A checkpoint itself may lie elsewhere: it is read, and not written again.
@@ -185,7 +175,6 @@ class RunDirectory:
                 )
 
     def is_empty(self) -> bool:
-        """Whether it holds nothing but what belongs to the lock."""
         own = (LOCK, HOLDER, LISTED)
         return not self.path.is_dir() or all(path.name in own for path in self.path.iterdir())
 
@@ -196,19 +185,17 @@ class RunDirectory:
                 names = parse_json(file.read(_LARGEST).decode())
         except (OSError, ValueError):
             return set()
-        return {each for each in names if each in (*REPLACED, *REPLACED_FILES)} if isinstance(names, list) else set()
+        return {each for each in names if each in ALL_REPLACED} if isinstance(names, list) else set()
 
     def claim(self) -> set[str]:
         """List what is not there yet as made by runs, and return all names that are listed."""
-        names = (*REPLACED, *REPLACED_FILES)
-        mine = self.listed() | {name for name in names if not (self.path / name).exists()}
+        mine = self.listed() | {name for name in ALL_REPLACED if not (self.path / name).exists()}
         write_whole(self.path / LISTED, json.dumps(sorted(mine)) + "\n")
         return mine
 
     def check_listed(self) -> None:
-        """Refuse to replace what no run has made."""
-        known, names = self.listed(), (*REPLACED, *REPLACED_FILES)
-        others = [name for name in names if name not in known and (self.path / name).exists()]
+        known = self.listed()
+        others = [name for name in ALL_REPLACED if name not in known and (self.path / name).exists()]
         if others:
             raise ConfigError(
                 f"overwrite=true would remove {', '.join(others)} in output_dir={str(self.path)!r}, which no run has "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
@@ -13,6 +12,7 @@ from meshwright.plugin import (
     AVERAGED,
     BadStepConfig,
     ConfigError,
+    Degrees,
     EMAConfig,
     Failure,
     FinitePositive,
@@ -23,19 +23,29 @@ from meshwright.plugin import (
     RunSection,
     ScheduleConfig,
     Size,
+    Stack,
     assigned,
     check_objective,
-    check_path,
     get_registry,
     how_to_install,
     parse_yaml,
     read_text,
+    resolve,
     validated,
 )
 
 from .data.config import DataConfig
+from .data.order import check_batch_size
 from .profile.config import ProfileConfig
-from .run_sections import HELD_OUT, ElasticConfig, EvalConfig, MetricsConfig, ResumeConfig, SampleConfig
+from .run_sections import (
+    HELD_OUT,
+    ElasticConfig,
+    EvalConfig,
+    MetricsConfig,
+    ResumeConfig,
+    SampleConfig,
+    check_model_section,
+)
 from .run_sections import CheckpointConfig as CheckpointConfig
 from .secrets import without_secrets
 
@@ -242,13 +252,11 @@ class BaseRunConfig(MeshSizes):
 
     @property
     def bad_steps(self) -> BadStepConfig:
-        """`on_bad_step`, written out."""
         given = self.on_bad_step
         return given if isinstance(given, BadStepConfig) else BadStepConfig(do=given)
 
     @property
     def resumption(self) -> ResumeConfig:
-        """`resume`, written out."""
         return ResumeConfig.model_validate({"from": self.resume}) if isinstance(self.resume, str) else self.resume
 
     def processes(self, claims: frozenset[str], accelerators: int) -> int:
@@ -360,39 +368,26 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_STRINGS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+NO_END = 2**31 - 1
+"""Steps of a run that does not say how many."""
 
 
-def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the section if it names one source and its keys have valid values."""
-    if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
-        raise ValueError(
-            "give either model_type, to train from new weights, or path, a local model directory or a hub id, or "
-            "checkpoint, to begin with the weights of one"
-        )
-    for key in _STRINGS:
-        if not isinstance(value.get(key, ""), str):
-            raise ValueError(f"{key} must be a string, not {value[key]!r}")
-    for key in ("path", "checkpoint"):
-        if key in value:
-            check_path(value[key])
-    if "://" in value.get("checkpoint", ""):
-        raise ValueError(
-            f"checkpoint={value['checkpoint']!r} is a URL, and weights to begin with are read from a directory; export "
-            f"it first: meshwright export URL DIR, and path: DIR"
-        )
-    for key in ("revision", "trust_remote_code"):
-        if key in value and "path" not in value:
-            raise ValueError(f"{key} is of a model at path, and there is none")
-    if not isinstance(value.get("allow_pickle", False), bool):
-        raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
-    if "init" in value and "model_type" not in value:
-        raise ValueError("init says how new weights are drawn, and these come from a directory; leave it out")
-    _check_trust(value)
-    if "peft" in value:
-        _check_adapter(value)
-    return value
+def read_job(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a run file, which need not say how long the run is."""
+    values = read_values(run_file, assignments)
+    if values.get("steps") is None and values.get("epochs") is None:
+        values["steps"] = NO_END
+    return values
+
+
+def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
+    """Return a run's strategies, its mesh on so many ranks, and the sequences of a microbatch."""
+    stack, degrees = resolve(
+        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
+    )
+    rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=rows)
+    return stack, degrees, rows
 
 
 def check_model(section: Mapping[str, Any], seq_len: int) -> None:
@@ -403,34 +398,3 @@ def check_model(section: Mapping[str, Any], seq_len: int) -> None:
         # An unknown type is found without importing transformers.
         check_model_type(str(section["model_type"]))
         model_config(section, tokenizer=None, seq_len=seq_len)
-
-
-def _check_trust(value: Mapping[str, Any]) -> None:
-    trusted, revision = value.get("trust_remote_code"), value.get("revision")
-    if trusted is None:
-        return
-    if not _DIGEST.fullmatch(trusted):
-        raise ValueError(
-            f"trust_remote_code={trusted!r} names no code. It is the commit on the hub whose code you have read, in 40 "
-            f"hexadecimal digits; or of a local directory the digest that the error without it tells"
-        )
-    if len(trusted) == 40 and revision not in (None, trusted):
-        raise ValueError(f"trust_remote_code={trusted!r} is another commit than revision={revision!r}; leave that out")
-
-
-def _check_adapter(value: Mapping[str, Any]) -> None:
-    section = value["peft"]
-    if not isinstance(section, Mapping):
-        raise ValueError(f"peft must be a mapping, such as {{type: lora, r: 16}}, not {section!r}")
-    if "path" not in value:
-        raise ValueError(
-            "peft needs path: an adapter is of use with a base that everybody can load. New weights "
-            "(model_type) are to be trained whole; a checkpoint is to be exported first: meshwright export"
-        )
-    for key in ("type", "adapter", "base_dtype"):
-        if not isinstance(section.get(key, ""), str):
-            raise ValueError(f"peft.{key} must be a string, not {section[key]!r}")
-    if not section.get("type") and not section.get("adapter"):
-        raise ValueError("peft has no type: give type: lora, or adapter, a directory to go on from")
-    if "adapter" in section:
-        check_path(section["adapter"])

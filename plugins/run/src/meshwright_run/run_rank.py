@@ -43,18 +43,15 @@ from .assembly import begin_with_weights, loop_of
 from .fate import Fate, check_output, is_finished
 from .journal import HangFiles, Journal, RankLog, id_of, note, timeline_logs
 from .launch.rank import signs_of_life
+from .observers import Startup, StartupReport, Stragglers, chosen, tracking
 from .output import export, finish
 from .preflight import Plan, fetch_model, headline, make_model, plan_run
-from .profile.faults import FaultFiles
-from .profile.recording import Recorder, Sampler
+from .profile.recording import FaultFiles, Recorder, Sampler
 from .report import Curve, Reporter, draw_metrics, say_finished, say_stopped, show
 from .resume import MemoryCopies, Source, find_source
 from .run_directory import RunDirectory
 from .run_file import RunConfig, as_plain
 from .run_sections import KeepBestConfig
-from .startup import Startup, StartupReport
-from .stragglers import Stragglers
-from .trackers import chosen, tracking
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -66,9 +63,8 @@ LINGERING_S = 15.0
 class Companion(Protocol):
     """What monitors a run: it knows beforehand what the run takes, and looks at a step while it happens.
 
-    It is made before the process group, by the launching process or by the first rank, and is pickled for the ranks
-    that the former starts. It is a plugin object, too: its hooks are called on the first rank, whose `flops_per_token`
-    and `peak_flops` count; see `Flops`.
+    The launching process or the first rank makes it before the process group; it is pickled for ranks. Its hooks are
+    called on the first rank, whose `flops_per_token` and `peak_flops` count.
     """
 
     @property
@@ -94,7 +90,6 @@ class Companion(Protocol):
 def run_rank(
     store: Store | None, config: RunConfig, companion: Companion | None = None, startup: Startup | None = None
 ) -> None:
-    """Run a rank."""
     startup = startup or Startup()
     startup.end("start of the ranks")
     if config.threads_per_rank != "auto":
@@ -129,21 +124,20 @@ def run_rank(
             signals = StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, tell=said)
             held.enter_context(signals)
             try:
-                results = _Run(config, directory, plan, fate, world, signals, companion, startup).train()
+                results = _Run(directory, plan, fate, world, signals, companion, startup).train()
             except Stopped as stopped:
                 if world.rank == 0:
                     say_stopped(stopped, steps=plan.steps)
                 raise
         # The other ranks are done: what is left needs no collective.
         if world.rank == 0:
-            finish(config, plan, results, new_console())
+            finish(plan, results, new_console())
 
 
 @dataclass
 class _Run:
     """A run that may begin, on one rank."""
 
-    config: RunConfig
     directory: RunDirectory
     plan: Plan
     fate: Fate
@@ -155,7 +149,8 @@ class _Run:
 
     def train(self) -> list[StepResult]:
         """Train the model, and write it. Collective."""
-        config, plan, world = self.config, self.plan, self.world
+        plan, world = self.plan, self.world
+        config = plan.config
         copies = MemoryCopies(self.directory, world)
         source = find_source(config, self.fate, plan.identity, world, steps=plan.steps, copies=copies)
         manager = plan.stack.build(Mesh(plan.degrees, world))
@@ -167,7 +162,7 @@ class _Run:
         world.from_first(lambda: earlier.extend(self._prepare(source)))
         if world.rank == 0:
             lines = self.companion.lines() if self.companion is not None else ()
-            for line in (*headline(config, plan, model, manager.mesh), *lines):
+            for line in (*headline(plan, model, manager.mesh), *lines):
                 show(line, self.console)
         if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
             check_same_weights(opened, world, plan.model.base)
@@ -178,9 +173,9 @@ class _Run:
         self.startup.end("sharding and weights")
         # The manager has what it needs of them; they keep files open, and values that were read last.
         del model, weights, opened
-        self.plan = plan = begin_with_weights(manager, config, plan, source, self.console)
+        self.plan = plan = begin_with_weights(manager, plan, source, self.console)
         run = self._info(source, parameters)
-        loop = replace(loop_of(manager, config, plan, source, seen=self._seen), signals=self.signals)
+        loop = replace(loop_of(manager, plan, source, seen=self._seen), signals=self.signals)
         if source is not None and world.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
             show(f"going on from {source.place}, after step {source.step}{changed}", self.console)
@@ -193,7 +188,7 @@ class _Run:
             results = earlier + fit(manager, watched)
         # There may have been nothing left to be done.
         done = results[-1].step if results else plan.steps if source is None else source.step
-        export(manager, config, plan, step=done)
+        export(manager, plan, step=done)
         return results
 
     def _seen(self) -> AbstractContextManager[None]:
@@ -212,11 +207,10 @@ class _Run:
                     f"like",
                     self.console,
                 )
-        directory.prepare(as_yaml(as_plain(self.config)), replaces=self.fate is Fate.REPLACE)
+        directory.prepare(as_yaml(as_plain(self.plan.config)), replaces=self.fate is Fate.REPLACE)
         return earlier
 
     def _info(self, source: Source | None, parameters: int) -> RunInfo:
-        """Return how observers see the run. Collective."""
         directory, plan, world = self.directory, self.plan, self.world
         return RunInfo(
             id=world.from_first(lambda: id_of(directory.events)),
@@ -230,13 +224,13 @@ class _Run:
             parameters=parameters,
             device=world.device.type,
             directory=directory.path,
-            config=as_plain(self.config),
+            config=as_plain(self.plan.config),
         )
 
     @contextmanager
     def _saving(self, manager: StrategyManager, loop: Loop) -> Iterator[Loop]:
         """Return the loop, saving checkpoints if the run asks for them; on disk when the context is left."""
-        settings = self.config.checkpoint
+        settings = self.plan.config.checkpoint
         if not settings.saves:
             yield loop
             return
@@ -250,7 +244,7 @@ class _Run:
             best_of=best.set,
             asynchronous=settings.asynchronous,
             on_error=settings.on_error,
-            tokenizer=self.plan.tokenizer(self.config.data),
+            tokenizer=self.plan.tokenizer(),
         ) as checkpointer:
             every, after_s = settings.every_steps, settings.after_s
             yield replace(loop, checkpointer=checkpointer, save_every=every, save_after_s=after_s)
@@ -261,7 +255,7 @@ class _Run:
     ) -> Iterator[Loop]:
         """Return the loop with its extensions, and register all observers. Collective."""
         world, directory, companion = self.world, self.directory, self.companion
-        metrics, observing = self.config.metrics, get_registry().observing
+        metrics, observing = self.plan.config.metrics, get_registry().observing
         world.progress.witness = HangFiles(directory, world.rank, partial(FaultFiles, directory.path))
         with ExitStack() as held:
             held.enter_context(observing(FaultFiles(directory.path, world.rank)))
@@ -270,7 +264,7 @@ class _Run:
                 held.enter_context(observing(RankLog(directory.rank_file(world.rank))))
             held.enter_context(observing(*timeline_logs(manager, directory.path, metrics.timeline_every)))
             # On the first rank alone, but errors are raised on all.
-            world.from_first(lambda: held.enter_context(tracking(chosen(self.config.trackers), run)))
+            world.from_first(lambda: held.enter_context(tracking(chosen(self.plan.config.trackers), run)))
             if world.rank == 0:
                 held.enter_context(observing(*self._reports(held, earlier)))
                 if companion is not None:
@@ -286,29 +280,20 @@ class _Run:
             yield replace(loop, run=run, norms_every=metrics.norms_every, extensions=extensions)
 
     def _reports(self, held: ExitStack, earlier: Sequence[StepResult]) -> list[object]:
-        """Return the observers that report the run, on the first rank."""
-        config, directory = self.config, self.directory
+        config, directory = self.plan.config, self.directory
+        every, on_error = config.log_every, config.checkpoint.on_error
         reporter = Reporter(
-            directory.metrics,
-            log_every=config.log_every,
-            console=self.console,
-            earlier=earlier,
-            on_error=config.checkpoint.on_error,
+            directory.metrics, log_every=every, console=self.console, earlier=earlier, on_error=on_error
         )
-        held.enter_context(reporter)
         curve = Curve(directory.metrics, directory.curve, of_tokens=config.objective is None)
-        held.enter_context(curve)
         journal = Journal(directory.events)
-        return [
-            *(reporter, curve, journal),
-            StartupReport(self.startup, note=journal.note, show=partial(show, console=self.console)),
-        ]
+        startup = StartupReport(self.startup, note=journal.note, show=partial(show, console=self.console))
+        return [held.enter_context(reporter), held.enter_context(curve), journal, startup]
 
     def _profiling(self, run: RunInfo, start: int, held: ExitStack) -> list[LoopExtension]:
-        """Return what profiles steps of this rank, and samples exposed communication."""
         found: list[LoopExtension] = []
         rank, device = self.world.rank, self.world.device
-        asked, every = self.config.profile, self.config.metrics.communication_every
+        asked, every = self.plan.config.profile, self.plan.config.metrics.communication_every
         if asked is not None and asked.takes(rank):
             about = {"run": run.name, "strategy": run.strategy, "mesh": run.mesh, "world_size": run.world_size}
             recorder = Recorder(asked, self.directory.path, rank=rank, device=device, about=about, start=start)

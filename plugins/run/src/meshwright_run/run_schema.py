@@ -40,7 +40,6 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
 
 
 def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the schemas of `objective`, and add the options of built-in ones to the definitions."""
     shipped = list_objectives()
     mappings: list[dict[str, Any]] = []
     for name, objective_cls in shipped.items():

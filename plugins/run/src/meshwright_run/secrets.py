@@ -1,8 +1,4 @@
-"""Secrets of a run file: read from the environment, and hidden in what a run writes.
-
-In run.yaml, checkpoints and trackers a value that looks like a secret is written as `{from_env: NAME}` if it is a
-variable of `launch.env`, and else as ***. No torch in this module.
-"""
+"""Secrets of a run file: read from the environment, and hidden in what a run writes. No torch in this module."""
 
 from __future__ import annotations
 
@@ -50,7 +46,6 @@ def without_assigned(line: str) -> str:
 
 
 def resolved(value: Any, where: str) -> Any:
-    """Replace each `{from_env: NAME}` in a value."""
     if isinstance(value, FromEnvironment):
         return resolved({"from_env": value.from_env}, where)
     if isinstance(value, Mapping):

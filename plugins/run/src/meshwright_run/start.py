@@ -1,42 +1,30 @@
 """Start a run: join the ranks that a launcher has started, or start them here, and again after a failure.
 
-[Note: beginning anew] A run is restarted after a failure while running, such as a killed rank or a broken device. It is
-not restarted when its input is wrong, when it ended in order, or when it has failed after the same step on as many
-ranks SAME_PLACE times in a row.
-
-With `elastic` a run that fails before its first step is restarted on fewer ranks, since one of them may have lost its
-device; after a failure later on, it is restarted on as many as possible.
+[Note: beginning anew] A run is restarted after a failure while running, but not when its input is wrong, when it ended
+in order, or when it has failed after the same step on as many ranks SAME_PLACE times in a row. With `elastic` a run
+that fails before its first step is restarted on fewer ranks, since one of them may have lost its device; after a
+failure later on, it is restarted on as many as possible.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.plugin import (
-    ConfigError,
-    MeshwrightError,
-    get_registry,
-    open_regular,
-    parse_json,
-    say,
-    started_by_launcher,
-)
+from meshwright.plugin import ConfigError, MeshwrightError, get_registry, open_regular, parse_json, started_by_launcher
 
 from .data.progress import CONSOLE
 from .fate import is_finished, why_it_cannot_resume
 from .journal import note
-from .launch.rank import guarded
-from .layout import layout_of
+from .launch.rank import guarded, say_whole
+from .observers import Startup
 from .preflight import plan_run, processes
 from .report import say_finished
 from .run_directory import RunDirectory
-from .run_file import RunConfig
+from .run_file import RunConfig, layout_of
 from .run_rank import Companion, note_failure, run_rank
-from .startup import Startup
 
 FAILED = 1
 """The exit code of a failure while running, and of a rank that was killed."""
@@ -46,12 +34,7 @@ _TAIL = 65_536
 """Bytes of the metrics that hold their last line."""
 
 
-def start(
-    config: RunConfig,
-    *,
-    show_traceback: bool = False,
-    startup: Startup | None = None,
-) -> int:
+def start(config: RunConfig, *, show_traceback: bool = False, startup: Startup | None = None) -> int:
     """Run `config`: join the ranks that torchrun started, or start them here."""
     if started_by_launcher():
         companion = companion_of(config, int(os.environ["WORLD_SIZE"])) if os.environ["RANK"] == "0" else None
@@ -125,8 +108,6 @@ def rank_counts(config: RunConfig) -> list[int]:
 
 
 class Restarts:
-    """The attempts of one run."""
-
     def __init__(self, config: RunConfig, counts: list[int]) -> None:
         self._limit, self._directory = config.max_restarts, RunDirectory.of(config)
         self._counts, self._fewer = counts, 0
@@ -144,7 +125,7 @@ class Restarts:
         if code != FAILED or not limit:
             return False
         if self._done == limit:
-            _say(f"restarted {limit} times, which is max_restarts; not begun anew")
+            say_whole(f"restarted {limit} times, which is max_restarts; not begun anew\n")
             return False
         step, ended = _last_step(self._directory.metrics)
         has_trained = ended >= self._began
@@ -152,15 +133,15 @@ class Restarts:
         self._times = self._times + 1 if place == self._place else 1
         self._place = place
         if self._times == SAME_PLACE and (has_trained or self._fewer + 1 == len(self._counts)):
-            _say(
+            say_whole(
                 f"failed {self._times} times after step {step}: not begun anew, though max_restarts={limit} would "
-                f"allow it"
+                f"allow it\n"
             )
             return False
         before, self._fewer = self.ranks, 0 if has_trained else min(self._fewer + 1, len(self._counts) - 1)
         self._done += 1
         ranks = "" if self.ranks == before else f", on {self.ranks} ranks instead of {before}"
-        _say(f"beginning anew: restart {self._done} of {limit}{ranks}")
+        say_whole(f"beginning anew: restart {self._done} of {limit}{ranks}\n")
         note(self._directory.events, "restart", number=self._done, of=limit, ranks=self.ranks)
         time.sleep(0.0 if has_trained else min(2.0**self._times - 1, _LONGEST_PAUSE_S))
         self._began = time.time()
@@ -177,8 +158,3 @@ def _last_step(metrics: Path) -> tuple[int, float]:
         return int(record["step"]), float(record["time"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return 0, 0.0
-
-
-def _say(text: str) -> None:
-    say(f"{text}\n", stderr=True)
-    sys.stderr.flush()

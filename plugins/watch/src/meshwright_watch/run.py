@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.plugin import ConfigError, parse_json, parse_yaml, read_regular
+from meshwright_run.observers import stragglers
 from meshwright_run.run_directory import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, RunDirectory
-from meshwright_run.stragglers import stragglers
 
 from .columns import Columns, Tail, is_finite, number, numbered_files, parse_lines, plain
 

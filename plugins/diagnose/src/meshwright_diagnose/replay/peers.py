@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.plugin import Batch, Loop, Mesh, StrategyManager, step_seed
-from meshwright_run.data import Feed
+from meshwright_run.data.feed import Feed
 from meshwright_run.preflight import Plan, masks_padding
 
 OUTPUT, GRADIENT = "output of", "gradient of"

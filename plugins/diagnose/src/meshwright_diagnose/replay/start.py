@@ -285,7 +285,7 @@ def _begun(order: Order, plan: Plan, source: Source | None, world: World) -> _Se
     model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
     manager.parallelize(model, weights)
     del model, weights
-    plan = begin_with_weights(manager, config, plan, source, new_console(quiet=True))
+    plan = begin_with_weights(manager, plan, source, new_console(quiet=True))
     optimizers = NotedOptimizers(config.optimizer)
     place = all_shares = shared = None
     if order.layout is not None:
@@ -295,7 +295,7 @@ def _begun(order: Order, plan: Plan, source: Source | None, world: World) -> _Se
     elif order.compares:
         shared = Shared(mesh, config.seed)
     draw = all_shares or shared
-    loop = loop_of(manager, config, plan, source, factory=optimizers, place=place, draw=draw)
+    loop = loop_of(manager, plan, source, factory=optimizers, place=place, draw=draw)
     return _Setting(manager, loop, optimizers, all_shares, shared)
 
 

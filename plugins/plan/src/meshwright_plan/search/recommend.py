@@ -17,8 +17,7 @@ from rich.table import Table
 
 from meshwright.plugin import ConfigError, TrainingError, find_experts, model_size, usable_cores, validated
 from meshwright_run.launch.local import warm_up
-from meshwright_run.layout import NO_END, read_job
-from meshwright_run.run_file import RunConfig
+from meshwright_run.run_file import NO_END, RunConfig, read_job
 
 from ..config import Device, find_device
 from ..planned import job_of

@@ -1,7 +1,7 @@
 """Private names of `datasets`. No torch in this module.
 
-[Note: own files] A dataset's README may name its files (`configs`, `data_files`), and the library opens what it finds
-there: any URL, chains of URLs, files anywhere. Here only files of the dataset itself are opened.
+[Note: own files] A dataset's README may name files (`configs`, `data_files`) anywhere, which the library would open.
+Here only files of the dataset itself are opened.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Write conversations by a chat template, and find the parts to learn in what it writes.
 
 [Note: answers] Each answer is learnt once, after the text that the model is given before it. A template with
-`{% generation %}` marks the answers itself. With others the text of the turns before an answer, with the request for
-it, must be the beginning of the text with the answer; the rest is the answer, up to the token that ends the turn. Many
-templates write earlier turns differently as a conversation goes on (without the reasoning, say). Then no single text
-holds all answers as the model is to give them, so the conversation becomes several documents: the full one, with the
+`{% generation %}` marks the answers itself. With others the turns before an answer, with the request for it, must be
+the beginning of the text with the answer; the rest, up to the token that ends the turn, is the answer. Many templates
+write earlier turns otherwise as a conversation goes on. Then it becomes several documents: the full one, with the
 answers that are in it as they were given, and one that ends with each other answer.
 
 Source: transformers, `apply_chat_template`.
@@ -144,8 +143,6 @@ class _Answer:
 
 
 class Answers:
-    """Makes drafts of conversations with one template; see [Note: answers]."""
-
     def __init__(self, template: ChatTemplate, loss_on: LossOn) -> None:
         self._template, self._loss_on = template, loss_on
 

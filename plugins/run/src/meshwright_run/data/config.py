@@ -68,7 +68,6 @@ class SourceConfig(FrozenModel):
 
     @property
     def group(self) -> int:
-        """So many consecutive documents belong together: chosen and rejected."""
         return 2 if self.format == "preference" else 1
 
     @field_validator("files", "dataset")

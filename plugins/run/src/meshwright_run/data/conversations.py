@@ -62,7 +62,6 @@ class Fields:
         )
 
     def mapping(self, record: Record, field: str) -> dict[str, Any]:
-        """Return the object in a field; empty where there is none."""
         value = self.from_json(record, field)
         if value is None:
             return {}
@@ -71,7 +70,6 @@ class Fields:
         return dict(value)
 
     def mappings(self, record: Record, field: str) -> tuple[dict[str, Any], ...]:
-        """Return the list of objects in a field; empty where there is none."""
         value = self.from_json(record, field)
         if value is None:
             return ()
@@ -203,7 +201,6 @@ class MessageReader:
 
 
 def _content(value: Any, refuse: Refuse) -> str | None:
-    """Return the text of a message, which may be given in parts."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,20 +1,69 @@
-"""Tokenized documents in memory-mapped arrays, and which documents are held out from training.
+"""Tokenized documents in memory-mapped arrays, which of them are held out from training, and the cache that holds them.
 
-[Note: held out] The side of a document depends only on its text: not on its place, its neighbours or the sequence
-length. So a corpus that grows or is reordered keeps its split, and copies of a document are never on both sides.
+[Note: held out] The side of a document depends only on its text. So a corpus that grows or is reordered keeps its
+split, and copies of a document are never on both sides.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
+from filelock import FileLock
 
 from meshwright.plugin import DataError
+
+EntryT = TypeVar("EntryT")
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser().absolute()
+    # The XDG specification has relative paths ignored.
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "meshwright"
+
+
+def cached_entry(directory: Path, *, load: Callable[[Path], EntryT | None], build: Callable[[Path], None]) -> EntryT:
+    """Load the entry in `directory`, building it first where it is missing or broken (`load` returns None).
+
+    It is built beside its place under a file lock, and renamed into it. The name of `directory` must change with
+    everything that changes the content; `build` fills an empty directory.
+    """
+    entry = load(directory)
+    if entry is not None:
+        return entry
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.with_name(directory.name + ".lock")):
+            entry = load(directory)  # another process may have built it meanwhile
+            if entry is None:
+                scratch = directory.with_name(directory.name + ".building")
+                for stale in (scratch, directory):
+                    if stale.exists():
+                        shutil.rmtree(stale)
+                scratch.mkdir()
+                try:
+                    build(scratch)
+                    os.replace(scratch, directory)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                entry = load(directory)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep the tokenized corpus in {directory.parent}: {error}. Set cache_dir to a directory that can "
+            "be written and has room."
+        ) from error
+    if entry is None:
+        raise DataError(f"the tokenized corpus in {directory} cannot be read back just after it was written.")
+    return entry
+
 
 _HEADER_BYTES = 128
 _CHUNK = 1 << 20
@@ -27,12 +76,9 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 class Documents:
     """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
 
-    Attributes:
-        tokens: (T,), uint16 or uint32, with special tokens.
-        ends: (D,), int64: where each document ends in `tokens`; the first begins at 0.
-        labelled: (T,), bool: tokens to be learnt; None: all. The first of a document is never predicted.
-        columns: int64 or float64: (D,) for one value a document, or (T,) for one a token.
-        group: this many consecutive documents belong together: 2 for preferences, chosen before rejected.
+    `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `labelled`: (T,),
+    bool, what is learnt; None: all. `columns`: int64 or float64, (D,) or (T,). `group`: so many consecutive documents
+    belong together: 2 for preferences, chosen before rejected.
     """
 
     tokens: np.ndarray
@@ -76,7 +122,6 @@ class ArrayFile:
         return found
 
     def pieces(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the values from `start` on in pieces, each with its place."""
         for position in range(start, self._count, _CHUNK):
             yield position, self.read(position, min(position + _CHUNK, self._count))
 
@@ -103,7 +148,6 @@ class ArrayFile:
             self._file.write(start + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n")
 
     def abandon(self) -> None:
-        """Close the file without its header: it is no array."""
         self._file.close()
 
     def _seek(self, place: int) -> None:
@@ -182,7 +226,6 @@ class DocumentsFile:
             file.close()
 
     def abandon(self) -> None:
-        """Close the files as they are: they are no documents."""
         for file in self._files():
             file.abandon()
 
@@ -230,10 +273,7 @@ def split_of(place: float, fraction: float) -> Split:
 
 
 def is_nearer(place: float, other: float, side: Split) -> bool:
-    """Return whether a document is nearer to the other side than `other`, the place of another one.
-
-    A side that would be empty gets the nearest document (of equal ones, the first).
-    """
+    """Return whether a document is nearer to the other side, which gets the nearest if it is empty, than `other`."""
     return place < other if side == "train" else place > other
 
 

@@ -81,10 +81,7 @@ class Encoder:
         fields: Mapping[str, str] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
-        """Check the options of a source, which are those of `SourceConfig` and `DataConfig`.
-
-        The tokenizer needs an eos token; `chat_template`: text of a template, None: its own; `seq_len`: None: no limit.
-        """
+        """Check the options of a source, as of `SourceConfig` and `DataConfig`; `chat_template`: its text."""
         self._together = source_format == "preference"
         self._too_long: TooLong = too_long or ("split" if source_format in ("text", "tokens") else "error")
         self._seq_len, self._columns = seq_len, tuple(columns)
@@ -93,7 +90,6 @@ class Encoder:
         self._parse = _parser(source_format, tokenizer, self._fields, loss_on, chat_template)
 
     def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], Counts]:
-        """Return the documents of each record (two for preferences), and counts of all."""
         parsed = [self._parse(record) for record in records]
         drafts: list[Draft] = []
         counts = Counts(records=len(records))
@@ -255,14 +251,12 @@ class _Chat:
         return self.answers.drafts(self._reader.conversation(record, self._reader.messages(record, "messages")))
 
     def completion(self, record: Record) -> list[Draft]:
-        """Return the documents of `prompt` and `completion`, both texts or both messages."""
         if isinstance(self._fields.need(record, "prompt"), str) and self._is_text(record, "completion"):
             return [self._joined(record, "completion")]
         prompt, completion = (self._reader.messages(record, field) for field in ("prompt", "completion"))
         return self.answers.drafts(self._reader.conversation(record, [*prompt, *completion], given=len(prompt)))
 
     def preference(self, record: Record) -> list[Draft]:
-        """Return two documents, of the chosen and the rejected answer to one prompt."""
         if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
             return [self._joined(record, field) for field in ("chosen", "rejected")]
         sides = [self._reader.messages(record, field) for field in ("chosen", "rejected")]

@@ -1,23 +1,29 @@
-"""The microbatches of each step, on each rank.
+"""The rows of a run, and the microbatches of each step on each rank.
 
 [Note: rows of one length] Padded rows have the length of the longest one in their microbatch. So the rows of a step are
 sorted by length before they are divided, the longest first, and the microbatch of one number is as long on all data
-ranks, which wait for each other. The global batch does not depend on the mesh, but which rows are together does.
+ranks. The global batch does not depend on the mesh, but which rows are together does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.plugin import IGNORED_LABEL, CheckpointError, ConfigError
+from meshwright.plugin import IGNORED_LABEL, CheckpointError, ConfigError, DataError
 
-from .order import DataOrder, Mixture, check_batch_size, shuffled
-from .rows import JoinedRows, Rows
-from .stream import Stream
+from .config import DataConfig, SourceConfig
+from .documents import Documents, cache_root
+from .order import DataOrder, Mixture, Stream, check_batch_size, loader_of, shuffled
+from .prepare import HELD_OUT, PreparedData
+from .rows import JoinedRows, Rows, make_rows
+from .sources import Record
+from .tokenizer import load_tokenizer, no_tokenizer_threads
+from .tokenizing import PieceEncoder, tokenizing
 
 if TYPE_CHECKING:
     from meshwright.plugin import Batch
@@ -27,9 +33,8 @@ if TYPE_CHECKING:
 class Place:
     """Which part of a global batch a rank has, and in what shapes.
 
-    Attributes:
-        multiple: lengths of padded rows are multiples of this. If `seq_len` is none, all have that.
-        one_shape: all microbatches of a step have one length, as stages of a pipeline need it.
+    Lengths of padded rows are multiples of `multiple`; if `seq_len` is none, all rows have that. `one_shape`: all
+    microbatches of a step have one length, as stages of a pipeline need it.
     """
 
     data_rank: int
@@ -47,10 +52,7 @@ class Place:
 
 
 class Feed:
-    """The rows that a run trains on, step by step.
-
-    Sources that are read while training need steps in order, and `load_state` where a run resumes.
-    """
+    """The rows of each step. Streams need steps in order, and `load_state` where a run resumes."""
 
     def __init__(
         self,
@@ -62,12 +64,7 @@ class Feed:
         weights: Sequence[float] | None = None,
         origin: tuple[int, int] = (0, 0),
     ) -> None:
-        """Set the order.
-
-        Args:
-            weights: of each source, for its share of the rows; None: all rows in one order.
-            origin: a step, and the number of rows before it; see [Note: the global stream] in `order`.
-        """
+        """Set the order; `weights`: of sources, None: all rows in one order; `origin`: a step, and rows before it."""
         check_batch_size(batch_size, data_size=place.data_size, micro_batch_size=place.micro_batch_size)
         self._sources, self._group = tuple(sources), sources[0].group
         check_groups(self._group, batch_size=batch_size, micro_batch_size=place.micro_batch_size)
@@ -127,7 +124,6 @@ class Feed:
         return self._rows, self._order.indices(step)
 
     def _mixed(self, mixture: Mixture, step: int) -> tuple[Rows, np.ndarray]:
-        """Do the same where sources have shares, each in its own epochs."""
         sources, ranks = mixture.places(self._order.position(step), self._order.position(step + 1))
         tables: list[Rows] = []
         units, of_table = np.empty(len(sources), np.int64), np.empty(len(sources), np.int64)
@@ -211,7 +207,6 @@ def _divided(rows: Rows, units: np.ndarray, place: Place, *, masked: np.ndarray 
 
 
 def _widths(longest: np.ndarray, seq_len: int, place: Place) -> list[int]:
-    """Return the length of each microbatch, given that of its longest row."""
     if seq_len % place.multiple:
         # What cannot be divided is an error at the first step, not at one of this length.
         return [seq_len] * len(longest)
@@ -219,3 +214,81 @@ def _widths(longest: np.ndarray, seq_len: int, place: Place) -> list[int]:
         longest = np.full_like(longest, longest.max())
     unit = max(2, place.multiple)
     return [min(seq_len, int(-(-each // unit)) * unit) for each in longest]
+
+
+_PADDED_STEPS = 20
+"""Steps that tell how full padded rows are: that depends on which ones are in one microbatch."""
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run: of each source, its weight (None: by numbers of rows), and evaluation sets by name."""
+
+    training: tuple[Rows | Stream, ...]
+    weights: tuple[float, ...] | None
+    held_out: Mapping[str, Rows]
+
+    @property
+    def streams(self) -> int:
+        return sum(isinstance(each, Stream) for each in self.training)
+
+    @property
+    def at_hand(self) -> int:
+        return sum(len(each) for each in self.training if not isinstance(each, Stream))
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        return None if self.streams else self.at_hand
+
+    @property
+    def evaluated(self) -> Rows:
+        return self.held_out.get(HELD_OUT) or next(iter(self.held_out.values()))
+
+
+def lay_out(data: PreparedData, config: DataConfig, *, masks: bool = False) -> RunRows:
+    """Make the rows of what was prepared; `masks`: see [Note: padding without a mask] in `rows`."""
+    cache = cache_root(config.cache_dir) / "rows"
+
+    def rows_of(documents: Documents, place: str) -> Rows:
+        rows = make_rows(
+            documents, config.packing_kind(), config.seq_len, cache=cache, masks=masks, dtypes=data.columns
+        )
+        if not len(rows):
+            raise DataError(
+                f"{place} fills no row of seq_len={config.seq_len}: it holds {len(documents.tokens)} tokens in "
+                f"{len(documents)} documents. Give more, or lower data.seq_len."
+            )
+        return rows
+
+    def joined(name: str, documents: Sequence[Documents]) -> Rows:
+        return JoinedRows([rows_of(each, f"the evaluation set {name!r}") for each in documents])
+
+    weights = tuple(source.config.weight for source in data.sources if source.config.weight is not None)
+    return RunRows(
+        training=tuple(
+            _stream(data, config, source.config, masks)
+            if source.train is None
+            else rows_of(source.train, repr(source.config.place))
+            for source in data.sources
+        ),
+        weights=weights or None,
+        held_out={name: joined(name, documents) for name, documents in data.held_out.items()},
+    )
+
+
+def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks: bool) -> Stream:
+    how = tokenizing(source, config, 0.0)
+
+    @functools.cache
+    def encoder() -> PieceEncoder:
+        return PieceEncoder(how, load_tokenizer(data.tokenizer_dir))
+
+    def encode(records: list[Record]) -> Documents | None:
+        with no_tokenizer_threads():
+            documents = encoder()(records).documents.get("train")
+        return None if documents is None else replace(documents, group=data.group)
+
+    def make(documents: Documents) -> Rows:
+        return make_rows(documents, config.packing_kind(), config.seq_len, masks=masks)
+
+    return Stream(source.place, lambda records: loader_of(source, records), encode, make, group=data.group)

@@ -63,7 +63,6 @@ def read_file(path: Path, meter: Meter) -> Iterator[Found]:
 
 @contextmanager
 def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
-    """Open the decompressed content of a file; in the context, broken content raises DataError."""
     compression = path.suffix.lower()
     broken: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     zstandard = extra("zstandard", f"reading {path}") if compression == ".zst" else None
@@ -262,10 +261,7 @@ def _read_array(file: BinaryIO, path: Path) -> Iterator[Found]:
 
 
 def elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Yield each element of the JSON array in a file, and the line where it begins.
-
-    The file is read in chunks; an element that seems broken at the end of what was read is parsed again with more.
-    """
+    """Yield each element of the JSON array in a file, which is read in chunks, and the line where it begins."""
     text = _ArrayText(file, path, max_bytes)
     first = text.next_character()
     if first == "":

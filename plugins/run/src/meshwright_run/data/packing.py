@@ -1,14 +1,11 @@
 """Decide which documents share a row: best-fit decreasing, by counts of lengths.
 
 [Note: counts of lengths] Longest first, each document goes into the row with the least room that it fits into. Of
-documents of one length the next one fits best into the row that the last one went into, as long as it fits there; so
-rows of equal room are filled together. What is left of their room then is less than the length and less than half of
-what it was, so there are at most S log S such steps, however many documents there are.
+documents of one length the next one fits best into the row of the last one, as long as it fits there; so rows of equal
+room are filled together, in at most S log S steps, however many documents there are.
 
 Source: Johnson 1974, doi:10.1137/0203025 (best-fit decreasing needs at most 11/9 of the fewest rows, and 4); Krell et
-al. 2021, arXiv:2107.02027 (packing by the histogram of lengths).
-
-Shapes: D = documents, R = rows, S = room of a row.
+al. 2021, arXiv:2107.02027 (packing by the histogram of lengths). Shapes: D documents, R rows, S room of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import numpy as np
 
 from meshwright.plugin import DataError
 
-from .cache import cached_entry
+from .documents import cached_entry
 
 LEAST = 2
 """Tokens of a document in which anything is predicted; shorter ones are left out."""

@@ -1,7 +1,7 @@
 """Turn sources into tokenized documents, once, and find them again.
 
-The key of a source's entry in the cache covers all that changes its tokens; files enter it by path, size and time, so a
-warm start reads none of them. The fingerprint is of the tokens, and equal wherever the same data were prepared.
+The key of an entry in the cache covers all that changes its tokens; files enter it by path, size and time. The
+fingerprint is of the tokens, and equal wherever the same data were prepared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,19 @@ import numpy as np
 
 from meshwright.plugin import MAX_JSON_BYTES, ConfigError, DataError, read_json_object, read_regular
 
-from .cache import cache_root, cached_entry
 from .config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig
 from .conversations import Fields
-from .documents import SPLITS, Documents, DocumentsFile, Split, is_nearer, open_documents, training_documents
+from .documents import (
+    SPLITS,
+    Documents,
+    DocumentsFile,
+    Split,
+    cache_root,
+    cached_entry,
+    is_nearer,
+    open_documents,
+    training_documents,
+)
 from .encoder import Counts
 from .progress import Meter, progress
 from .sources import FoundSource, find_source, read_records
@@ -56,14 +65,9 @@ class PreparedSource:
 class PreparedData:
     """Tokenized documents.
 
-    Attributes:
-        held_out: documents to evaluate on by set: "held_out", what is held out of each source, and each of `eval_sets`.
-        tokenizer_dir: in the cache where the tokenizer was trained.
-        vocab_size: rows that the model's embedding needs.
-        directory: the first cache entry; the root of all entries where every source is read while training.
-        documents: how many all sources have, on both sides.
-        fingerprint: of the tokens of all sources and their split, in order, whatever the cache; hexadecimal.
-        columns: of each example, and the dtype in which all sources and sets have them.
+    `held_out`: by set, "held_out" and those of `eval_sets`. `vocab_size`: rows of an embedding. `directory`: the first
+    entry of the cache, or its root where every source is read while training. `documents`: their number on both sides.
+    `fingerprint`: hexadecimal, of tokens and split. `columns`: the dtype that all sources and sets have.
     """
 
     sources: tuple[PreparedSource, ...]
@@ -78,10 +82,9 @@ class PreparedData:
 
 
 def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
-    """Find the sources of `config`, and tokenize them unless that was done before.
+    """Find the sources of `config`, and tokenize them unless that was done before; of several processes one works.
 
-    Any number of processes may call this at once; one works and the others wait for it. `tokenizer_dir` is a model's
-    own tokenizer, used where `config.tokenizer` is None; without either, one is trained on the training documents.
+    `tokenizer_dir`: a model's own, used where `config.tokenizer` is None; without either, one is trained.
     """
     root = cache_root(config.cache_dir)
     found = [find_source(source) for source in config.training_sources()]
@@ -163,7 +166,6 @@ def _check_length(source: FoundSource, entry: Entry, config: DataConfig) -> None
 
 
 def _trained_tokenizer(root: Path, sources: Sequence[FoundSource], config: DataConfig) -> Path:
-    """Find the directory of the tokenizer that is trained on the training documents of sources, or train it."""
     for source in sources:
         if source.config.format != "text" or source.config.streaming:
             what = "streaming: true" if source.config.streaming else f"format={source.config.format}"

@@ -31,7 +31,6 @@ class Meter:
 
 @contextmanager
 def progress(name: str, meter: Meter) -> Iterator[Callable[[int], None]]:
-    """Show a bar in this context, if errors go to a terminal; the function is called with each count of new tokens."""
     columns = (
         TextColumn("tokenizing {task.description}", markup=False),
         BarColumn(),

@@ -4,11 +4,11 @@ There are three kinds: a stream that is cut anywhere, documents that share a row
 rows of their own, with padding behind them.
 
 [Note: kept apart] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
-[Note: packed documents] in `step.agreement`. The first token of a document is predicted from nothing and is not learnt.
-What is left of a row is padding, which counts as one more document: its positions restart, and its labels are masked.
+[Note: packed documents] in `step.agreement`. The first token of a document is not learnt. Padding at the end counts as
+one more document, with masked labels.
 
-[Note: padding without a mask] A causal model sees nothing behind a token, so padding behind a document, with masked
-labels, changes nothing of it, and a mask would only make attention slower. Statistics of routers are the exception.
+[Note: padding without a mask] A causal model sees nothing behind a token, so a mask would only make attention slower.
+Statistics of routers are the exception.
 
 Shapes: T tokens in D documents, B rows of length S.
 """
@@ -36,12 +36,7 @@ FILL = 0
 
 
 class Rows(ABC):
-    """Rows that can be read by their numbers.
-
-    Attributes:
-        group: this many consecutive rows belong together.
-        columns: name to dtype, int64 or float64, and whether a batch has a value a token, (B, S), or a row, (B,).
-    """
+    """Rows by their numbers, `group` of which belong together; `columns`: dtype, and whether (B, S) or (B,)."""
 
     seq_len: int
     group: int = 1
@@ -56,10 +51,8 @@ class Rows(ABC):
         return None
 
     def take(self, indices: Sequence[int] | np.ndarray, length: int | None = None) -> Batch:
-        """Read the rows at `indices`, in their order; `length`: S, at least their longest; None: `seq_len`.
-
-        Returns `input_ids` and `labels`, int64, (B, S), CPU, and `columns`; `position_ids` where documents share a row,
-        `attention_mask` where padding is to be masked.
+        """Read rows in their order, of `length` (None: `seq_len`): `input_ids` and `labels`, int64, (B, S), CPU, and
+        `columns`; `position_ids` where documents share a row, `attention_mask` where padding is to be masked.
         """
         import torch
 
@@ -117,7 +110,6 @@ class PackedRows(Rows):
     """Several documents in a row, complete and kept apart; see [Note: kept apart]."""
 
     def __init__(self, documents: Documents, seq_len: int, *, cache: Path | None = None) -> None:
-        """Decide which documents share a row; `cache` keeps that in files that processes share."""
         self.seq_len = seq_len
         self.columns = _columns(documents, in_rows=False)
         self._documents = documents

@@ -1,7 +1,4 @@
-"""Find the files or the dataset that a source names, and read its records.
-
-Files come in the order of the globs and, within a glob, sorted by path.
-"""
+"""Find the files or the dataset that a source names, in the order of globs, then of paths, and read its records."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Conversations about the standard library of the running Python: a question asks for a name, its docstring answers.
-
-Nothing is random: the wording of a question depends only on the name. Modules are parsed, not imported.
-"""
+"""Conversations about the standard library of the running Python: a question asks for a name, its docstring answers."""
 
 from __future__ import annotations
 

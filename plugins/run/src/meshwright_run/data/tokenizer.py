@@ -108,7 +108,7 @@ def _class_for(path: Path) -> Any:
 
 
 def _check_classes(path: Path) -> None:
-    """Refuse a tokenizer whose files name a class that is no tokenizer: transformers would load it, such as a model."""
+    """Refuse files that name a class that is no tokenizer: transformers would load it, such as a model."""
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -175,13 +175,10 @@ def no_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Draft:
-    """A document before it is tokenized.
+    """A document before it is tokenized. `learnt`: spans of characters, in order and disjoint; None: all of it.
 
-    Attributes:
-        learnt: spans of characters, in order and disjoint; None: all of `text`.
-        opened: begin with what the tokenizer puts before a text.
-        closed: end with what it puts after a text, and an eos token, learnt where the text before them is.
-        unanswered: turns behind the last answer of a conversation, which are left out.
+    `opened`: begin with what the tokenizer puts before a text; `closed`: end with what it puts after one, and an eos
+    token, learnt where the text before them is. `unanswered`: turns behind the last answer, which are left out.
     """
 
     text: str

@@ -1,8 +1,7 @@
 """Tokenize the records of a source in their order, on threads or in processes.
 
-[Note: where tokenizing runs] A small source is tokenized in this process: by its threads where the library releases the
-interpreter lock, else by one. After a number of characters, which take longer than a process takes to start, processes
-take over. The result is the same: records are grouped beforehand, and collected in order.
+[Note: where tokenizing runs] A small source is tokenized in this process, on threads where the library releases the
+interpreter lock. After as many characters as a process takes to start, processes take over, with the same result.
 
 [Note: processes of our own] A fork would lose the threads of torch and of tokenizers and may hang; multiprocessing runs
 the user's script again. So a worker is a Python of its own that runs `serve`, and ends when its input does.
@@ -73,11 +72,9 @@ def tokenizing(source: SourceConfig, config: DataConfig, fraction: float) -> Tok
 
 @dataclass(frozen=True)
 class Piece:
-    """Some records, tokenized.
+    """Some records, tokenized; `kept` of them became documents.
 
-    Attributes:
-        nearest: of each side, the record that is nearest to the other: its place, and its documents, [first, stop).
-        kept: how many of the records have become documents.
+    `nearest`: of each side the record that is nearest to the other: its place, and its documents, [first, stop).
     """
 
     documents: dict[Split, Documents]

@@ -1,20 +1,26 @@
-"""The five answers that a run file is made of, checked as far as possible without torch."""
+"""The five answers that a run file is made of: from questions or flags, checked as far as possible without torch."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+from rich.console import Console
+from rich.prompt import Confirm, IntPrompt, Prompt
 
 from meshwright.plugin import (
     ConfigError,
     DataError,
+    MeshwrightError,
     ModelError,
     Registry,
+    json_object_or_empty,
     nearest,
     open_regular,
     parse_json,
@@ -71,15 +77,7 @@ def find_machine() -> Machine:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a first run is to be.
-
-    Attributes:
-        model: a Hugging Face directory or a hub id; None: a small model with new weights.
-        data: globs of files; or `STDLIB`.
-        format: of the files.
-        is_adapter: train a LoRA adapter instead of the model.
-        steps, epochs: one of them is None.
-    """
+    """What a first run is to be; model None: a small one with new weights; data: globs, or `STDLIB`."""
 
     model: str | None
     data: tuple[str, ...]
@@ -132,12 +130,7 @@ def format_named(name: str) -> Format:
 
 
 def check_data(places: Sequence[str], format: Format, model: str | None) -> None:
-    """Check the files.
-
-    Raises:
-        ConfigError: a new model has no tokenizer for the format.
-        DataError: a glob matches nothing, files are of an unknown kind, or there is only one document.
-    """
+    """Check the files; raise ConfigError for a new model without a tokenizer for the format, DataError for files."""
     if model is None and format != "text":
         raise ConfigError(
             f"--format={format} needs a tokenizer that there is, and a new model has none: one is trained on text "
@@ -177,13 +170,7 @@ def _first_fields(path: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Known:
-    """What the files of a model tell; None: unknown.
-
-    Attributes:
-        positions: longest sequence in tokens.
-        parameters: their number.
-        has_template: whether its tokenizer has a chat template.
-    """
+    """What the files of a model tell; None: unknown. `positions`: longest sequence in tokens."""
 
     positions: int | None = None
     parameters: int | None = None
@@ -213,14 +200,9 @@ def known_of(model: str | None) -> Known:
 
 
 def _has_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
-        return True
-    try:
-        options: dict[str, Any] = read_json_object(directory / "tokenizer_config.json")
-    except (OSError, ValueError):
-        # Whether it is a tokenizer at all is checked when it is loaded.
-        return False
-    return bool(options.get("chat_template"))
+    # Whether it is a tokenizer at all is checked when it is loaded.
+    is_file = any((directory / f"chat_template.{suffix}").is_file() for suffix in ("jinja", "json"))
+    return is_file or bool(json_object_or_empty(directory / "tokenizer_config.json").get("chat_template"))
 
 
 def seq_len_of(known: Known, device: str) -> int:
@@ -230,11 +212,7 @@ def seq_len_of(known: Known, device: str) -> int:
 
 
 def recommended(known: Known, machine: Machine, ranks: int, registry: Registry, *, is_adapter: bool) -> str:
-    """Return the strategy for so many ranks; see "Which strategy" in README.md.
-
-    One device: `single`. Several: `ddp` if a device holds the whole training state, else `fsdp2`; if that is not
-    installed, the other.
-    """
+    """Return `single` for one rank, `ddp` if a device holds the whole training state, else `fsdp2`."""
     if ranks == 1:
         return "single"
     size = (known.parameters or 0) * (4 if is_adapter else _STATE_BYTES)
@@ -247,3 +225,111 @@ def recommended(known: Known, machine: Machine, ranks: int, registry: Registry, 
             f"{registry.installable.get('fsdp2', '')} Or give --devices 1."
         )
     return found[0]
+
+
+# -- questions
+
+T = TypeVar("T")
+
+_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>steps?|epochs?)?")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Answers that flags have given; None: not given. The model may also be `NEW`."""
+
+    model: str | None = None
+    data: tuple[str, ...] | None = None
+    format: str | None = None
+    is_adapter: bool | None = None
+    ranks: int | None = None
+    strategy: str | None = None
+    steps: int | None = None
+    epochs: float | None = None
+
+
+def answered(wishes: Wishes, find_machine: Callable[[], Machine], registry: Registry, ask: Console | None) -> Answers:
+    """Return the answers: from flags, else from questions on the console `ask`, if given, else defaults."""
+    if wishes.steps is not None and wishes.epochs is not None:
+        raise ConfigError(f"--steps={wishes.steps} and --epochs={wishes.epochs:g} are two lengths. Leave one out.")
+    if ask is not None:
+        wishes = _asked_before(wishes, ask)
+    model, is_adapter, data = _path(wishes.model), bool(wishes.is_adapter), wishes.data or (STDLIB,)
+    check_model(model, is_adapter=is_adapter)
+    format = _format(wishes, data)
+    check_data(data, format, model)
+    ranks, strategy = _layout(wishes, find_machine(), known_of(model), registry, ask)
+    steps, epochs = wishes.steps, wishes.epochs
+    if steps is None and epochs is None:
+        told = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
+        steps, epochs = (STEPS, None) if ask is None else length_of(_until(ask, told, f"{STEPS} steps", length_of))
+    return Answers(model, data, format, is_adapter, ranks, strategy, steps, epochs)
+
+
+def _path(model: str | None) -> str | None:
+    return None if model == NEW else model
+
+
+def _format(wishes: Wishes, data: Sequence[str]) -> Format:
+    return format_of(data) if wishes.format is None else format_named(wishes.format)
+
+
+def _asked_before(wishes: Wishes, ask: Console) -> Wishes:
+    """Add answers to the questions that do not depend on the machine."""
+    if wishes.model is None:
+        told = f"1. Which model? [dim]a directory, a hub id, or {NEW}: a small one with new weights[/]"
+        named = _until(ask, told, NEW, lambda named: check_model(_path(named), is_adapter=False))
+        wishes = replace(wishes, model=named)
+    model = _path(wishes.model)
+    if wishes.data is None:
+        told = f"2. Which data? [dim]a glob of files, or {STDLIB}: the sources of Python's standard library[/]"
+        place = _until(ask, told, STDLIB, lambda place: check_data([place], _format(wishes, [place]), model))
+        wishes = replace(wishes, data=(place,))
+    if wishes.format is None and model is not None:
+        guessed = format_of(wishes.data or (STDLIB,))
+        told = "   What do they hold? [dim]text, or conversations (messages), or prompts with their completions[/]"
+        wishes = replace(wishes, format=Prompt.ask(told, choices=list(FORMATS), default=str(guessed), console=ask))
+    if wishes.is_adapter is None and model is not None:
+        told = "3. Train an adapter (LoRA) instead of the whole model?"
+        wishes = replace(wishes, is_adapter=Confirm.ask(told, default=True, console=ask))
+    return wishes
+
+
+def _layout(wishes: Wishes, machine: Machine, known: Known, registry: Registry, ask: Console | None) -> tuple[int, str]:
+    ranks = wishes.ranks
+    if ranks is None and ask is not None:
+        told = f"4. On how many ranks? [dim]found: {machine.count} of kind {machine.device}[/]"
+        ranks = _until(ask, told, machine.count, _check_ranks, IntPrompt)
+    ranks = ranks or machine.count
+    best = wishes.strategy or recommended(known, machine, ranks, registry, is_adapter=bool(wishes.is_adapter))
+    if wishes.strategy is None and ask is not None:
+        told = f"   Under which strategy? [dim]{', '.join(registry.strategies)}; recommended: {best}[/]"
+        best = _until(ask, told, best, registry.get)
+    return ranks, registry.get(best).name
+
+
+def _check_ranks(ranks: int) -> None:
+    if ranks < 1:
+        raise ConfigError(f"{ranks} ranks can train nothing. Give at least 1.")
+
+
+def length_of(text: str) -> tuple[int | None, float | None]:
+    """Parse a number of steps, which may have no unit, or of epochs; raise ConfigError if it is neither."""
+    found = _LENGTH.fullmatch(text.strip().lower())
+    number = float(found["number"]) if found else 0.0
+    is_epochs = bool(found and (found["unit"] or "").startswith("epoch"))
+    if not number or (not is_epochs and not number.is_integer()):
+        raise ConfigError(f"{text!r} is no length of a run. Write a number of steps, such as 300, or 2 epochs.")
+    return (None, number) if is_epochs else (int(number), None)
+
+
+def _until(ask: Console, told: str, default: T, check: Callable[[T], object], kind: Any = Prompt) -> T:
+    """Ask until the answer passes the check; show what is wrong with others."""
+    while True:
+        answer: T = kind.ask(told, default=default, console=ask)
+        try:
+            check(answer)
+        except MeshwrightError as error:
+            ask.print(f"   {error}", markup=False, highlight=False, soft_wrap=True)
+        else:
+            return answer

@@ -1,15 +1,16 @@
-"""The text of a run file, with a comment on each part."""
+"""The text of a run file, with a comment on each part; checked and written."""
 
 from __future__ import annotations
 
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from pathlib import Path
 
-from meshwright.plugin import parse_yaml
+from meshwright.plugin import ConfigError, parse_yaml, validated
 
 from ..data.config import STDLIB
+from ..run_file import RunConfig, check_model, layout_of
 from .answers import NEW_POSITIONS, Answers, Known, Machine, is_hub_id, seq_len_of
 
 MICRO_BATCH = 4
@@ -39,11 +40,11 @@ TEMPLATE = """\
 def run_file_text(answers: Answers, known: Known, machine: Machine, *, name: str) -> str:
     """Return a whole run file, to be written as `name`."""
     parts = (
-        _comment(
-            f"A run of meshwright. Train it: meshwright train {name}. What it will do, in words: meshwright explain "
+        [
+            f"# A run of meshwright. Train it: meshwright train {name}. What it will do, in words: meshwright explain "
             f"{name}. What a rank holds, sends and takes: meshwright train {name} --plan-only. Any value can be "
             f"changed on the command line: --set steps=10. All keys, for an editor: meshwright schema."
-        ),
+        ],
         _ranks(answers, machine),
         _model(answers),
         _data(answers, known, machine),
@@ -51,11 +52,15 @@ def run_file_text(answers: Answers, known: Known, machine: Machine, *, name: str
         _optimizer(answers),
         _output(answers, name),
     )
-    return "\n".join("".join(f"{line}\n" for line in part) for part in parts)
+    return "\n".join("".join(f"{line}\n" for each in part for line in _wrapped(each)) for part in parts)
 
 
-def _comment(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+def _wrapped(text: str) -> list[str]:
+    """Break a comment into lines; leave other lines as they are."""
+    indent, sign, comment = text.partition("# ")
+    if not sign or indent.strip():
+        return [text]
+    return textwrap.wrap(comment, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
 def _value(value: str | list[str]) -> str:
@@ -64,24 +69,22 @@ def _value(value: str | list[str]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _ranks(answers: Answers, machine: Machine) -> Sequence[str]:
+def _ranks(answers: Answers, machine: Machine) -> list[str]:
     found = "a CPU" if machine.device == "cpu" else f"{machine.count} x {machine.device}"
     return [
-        *_comment(
-            f"How the work is divided; any other strategy of `meshwright strategies` computes the same gradient. "
-            f"nproc: ranks that are started on this machine ({found}); under torchrun, Slurm and the like it is not "
-            f"used, since these say how many there are."
-        ),
+        f"# How the work is divided; any other strategy of `meshwright strategies` computes the same gradient. nproc: "
+        f"ranks that are started on this machine ({found}); under torchrun, Slurm and the like it is not used, since "
+        f"these say how many there are.",
         f"strategy: {answers.strategy}",
         f"nproc: {answers.ranks}",
         *(["threads_per_rank: 1"] if machine.device == "cpu" and answers.ranks > 1 else []),
     ]
 
 
-def _model(answers: Answers) -> Sequence[str]:
+def _model(answers: Answers) -> list[str]:
     if answers.model is None:
         return [
-            *_comment("A small model with new weights. Each field is one of transformers' configuration of its type."),
+            "# A small model with new weights. Each field is one of transformers' configuration of its type.",
             "model:",
             "  model_type: llama",
             "  hidden_size: 128",
@@ -92,97 +95,102 @@ def _model(answers: Answers) -> Sequence[str]:
             f"  max_position_embeddings: {NEW_POSITIONS}",
             "  initializer_range: 0.08",
         ]
-    of_hub = is_hub_id(answers.model)
+    of_hub = ": a hub id, which is downloaded once; give a directory where there is no network."
     lines = [
-        *_comment(
-            "The model to begin with"
-            + (": a hub id, which is downloaded once; give a directory where there is no network." if of_hub else ".")
-        ),
+        f"# The model to begin with{of_hub if is_hub_id(answers.model) else '.'}",
         "model:",
         f"  path: {_value(answers.model)}",
     ]
     if answers.is_adapter:
         lines += [
-            *_comment("Train an adapter beside its weights, which stay as they are: docs/adapters.md.", "  "),
-            "  peft:",
-            "    type: lora",
-            "    r: 16",
-            "    lora_alpha: 32",
-            "    target_modules: all-linear",
+            "  # Train an adapter beside its weights, which stay as they are: docs/adapters.md.",
+            *("  peft:", "    type: lora", "    r: 16", "    lora_alpha: 32", "    target_modules: all-linear"),
         ]
     return lines
 
 
-def _data(answers: Answers, known: Known, machine: Machine) -> Sequence[str]:
-    if answers.data == (STDLIB,):
-        said = "The sources of the Python that runs this: nothing is downloaded."
-        if answers.format != "text":
-            said = "Questions about Python's standard library, answered by its docstrings: nothing is downloaded."
-    else:
+def _data(answers: Answers, known: Known, machine: Machine) -> list[str]:
+    if answers.data != (STDLIB,):
         said = "Your files: globs of .txt, .jsonl, .json, .csv or .parquet, each also with .gz or .zst."
+    elif answers.format == "text":
+        said = "The sources of the Python that runs this: nothing is downloaded."
+    else:
+        said = "Questions about Python's standard library, answered by its docstrings: nothing is downloaded."
     lines = [
-        *_comment(f"{said} `meshwright data show` prints rows as the model sees them."),
-        "data:",
-        "  sources:",
-        f"    - files: {_value(answers.places)}",
-        f"      format: {answers.format}",
+        f"# {said} `meshwright data show` prints rows as the model sees them.",
+        *("data:", "  sources:", f"    - files: {_value(answers.places)}", f"      format: {answers.format}"),
     ]
     if answers.model is None:
-        lines += [*_comment("Of the tokenizer, which is trained on these.", "  "), "  vocab_size: 1024"]
+        lines += ["  # Of the tokenizer, which is trained on these.", "  vocab_size: 1024"]
     if answers.format != "text":
         if known.has_template is False:
-            lines += [
-                *_comment("How a conversation is written; what stands in `generation` is learnt.", "  "),
-                "  chat_template: |",
-                *textwrap.indent(TEMPLATE, "    ").splitlines(),
-            ]
-        lines += [*_comment("Examples of more tokens than seq_len keep their beginning.", "  "), "  too_long: cut"]
+            lines += ["  # How a conversation is written; what stands in `generation` is learnt.", "  chat_template: |"]
+            lines += textwrap.indent(TEMPLATE, "    ").splitlines()
+        lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: cut"]
     return [
         *lines,
-        *_comment("Tokens of a sequence; memory and time of a step grow with it.", "  "),
+        "  # Tokens of a sequence; memory and time of a step grow with it.",
         f"  seq_len: {seq_len_of(known, machine.device)}",
     ]
 
 
-def _length(answers: Answers) -> Sequence[str]:
+def _length(answers: Answers) -> list[str]:
     together = answers.ranks * MICRO_BATCH
-    batch = together * -(-BATCH // together)
-    long = f"steps: {answers.steps}" if answers.steps is not None else f"epochs: {answers.epochs:g}"
     return [
-        *_comment("How long: optimizer steps (`steps`), or how often each row is trained on (`epochs`)."),
-        long,
-        *_comment(
-            "Sequences of a step, over all ranks, and of a forward pass on one rank: what is less than a step takes "
-            "several passes, whose gradients are added up. The result depends on the first alone."
-        ),
-        f"batch_size: {batch}",
+        "# How long: optimizer steps (`steps`), or how often each row is trained on (`epochs`).",
+        f"steps: {answers.steps}" if answers.steps is not None else f"epochs: {answers.epochs:g}",
+        "# Sequences of a step, over all ranks, and of a forward pass on one rank: what is less than a step takes "
+        "several passes, whose gradients are added up. The result depends on the first alone.",
+        f"batch_size: {together * -(-BATCH // together)}",
         f"micro_batch_size: {MICRO_BATCH}",
     ]
 
 
-def _optimizer(answers: Answers) -> Sequence[str]:
+def _optimizer(answers: Answers) -> list[str]:
     rate, decay = ("4e-3", 0.1) if answers.model is None else ("2e-4", 0.01) if answers.is_adapter else ("1e-5", 0.01)
     return [
-        *_comment("AdamW or any other of docs/optimizers.md; the rate rises in the first twentieth and then falls."),
+        "# AdamW or any other of docs/optimizers.md; the rate rises in the first twentieth and then falls.",
         f"optimizer: {{name: AdamW, lr: {rate}, weight_decay: {decay}}}",
         "schedule: {name: cosine, warmup_ratio: 0.05}",
-        *_comment("The gradient is made no longer than this; null: it is only measured."),
+        "# The gradient is made no longer than this; null: it is only measured.",
         "max_grad_norm: 1.0",
     ]
 
 
-def _output(answers: Answers, name: str) -> Sequence[str]:
+def _output(answers: Answers, name: str) -> list[str]:
     every = 100 if answers.steps is None else max(1, min(100, answers.steps // 3))
     sequences = ", sequences: 32" if answers.data == (STDLIB,) else ""
     directory = name.rpartition("/")[2].rpartition(".")[0] or "run"
     return [
-        *_comment("Losses on rows that are held out from training, every so many steps and at the end."),
+        "# Losses on rows that are held out from training, every so many steps and at the end.",
         f"eval: {{every: {every}{sequences}}}",
-        *_comment(
-            "Checkpoints, of which the last two are kept. A run that was interrupted goes on by the same command, "
-            "under any other strategy and number of ranks, too."
-        ),
+        "# Checkpoints, of which the last two are kept. A run that was interrupted goes on by the same command, under "
+        "any other strategy and number of ranks, too.",
         f"checkpoint: {{every: {every}, keep_last: 2}}",
-        *_comment("Where metrics, the picture of the loss, checkpoints and the trained model go."),
+        "# Where metrics, the picture of the loss, checkpoints and the trained model go.",
         f"output_dir: {_value(f'runs/{directory}')}",
     ]
+
+
+def check_place(file: Path, *, overwrite: bool) -> None:
+    """Raise ConfigError if the file is a directory, or exists and may not be overwritten."""
+    if file.is_dir():
+        raise ConfigError(f"{file} is a directory. Name a file, such as {file / 'run.yaml'}.")
+    if file.exists() and not overwrite:
+        raise ConfigError(f"{file} exists, and is left as it is. Give another name, or --overwrite to replace it.")
+
+
+def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine, *, overwrite: bool) -> RunConfig:
+    """Write the run file, if it is valid and its layout would not be refused."""
+    text = run_file_text(answers, known, machine, name=str(file))
+    config = validated(RunConfig, parse_yaml(text), where=str(file))
+    layout_of(config, answers.ranks)
+    check_model(config.model, config.data.seq_len)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # "x": a file that has appeared meanwhile is kept.
+        with file.open("w" if overwrite else "x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file.") from None
+    return config

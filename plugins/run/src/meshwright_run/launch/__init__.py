@@ -1,1 +1,1 @@
-"""Start the ranks of a run on this machine, watch them, and end them."""
+"""The ranks of one machine: their start and end, signs of life, and reports of failures."""

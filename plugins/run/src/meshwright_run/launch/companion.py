@@ -1,10 +1,9 @@
 """A process beside a rank that kills it once it is stopped: `python -m meshwright_run.launch.companion PID SECONDS`.
 
-[Note: a rank that is stopped] It cannot end itself, and its peers may all be on other machines. torchrun's agent and
-srun send SIGTERM, which a stopped process does not get, and wait for long. So a rank that another launcher than `local`
-has started tells a companion, again and again, for how long it may be silent from then on; after longer silence the
-companion sends SIGKILL. What stops all processes of a job, such as a scheduler's suspend or Ctrl-Z, stops the companion
-too, which does not count that time. It ends with the rank.
+[Note: a rank that is stopped] It cannot end itself, its peers may all be on other machines, and a stopped process does
+not get the SIGTERM of torchrun's agent or srun. So a rank that another launcher than `local` has started tells a
+companion again and again for how long it may be silent; after longer silence the companion sends SIGKILL. What stops
+all processes of a job stops the companion too, which does not count that time. It ends with the rank.
 """
 
 from __future__ import annotations
@@ -32,14 +31,9 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Companion(threading.Thread):
-    """The companion of this rank, as a context manager; see [Note: a rank that is stopped].
+    """The companion of this rank, as a context manager; see [Note: a rank that is stopped]. After an error it stays.
 
-    After an error in the context it stays.
-
-    Args:
-        patience_s: returns for how long this rank may be silent from now on. The companion waits an interval longer,
-            since the last word that came may be as old.
-        interval_s: between two words, at least `LEAST_INTERVAL_S`.
+    `patience_s` returns for how long this rank may be silent from now on; the companion waits `interval_s` longer.
     """
 
     def __init__(self, patience_s: Callable[[], float], interval_s: float) -> None:
@@ -82,12 +76,7 @@ class Companion(threading.Thread):
 
 
 def watch(rank: int, words: int, interval_s: float) -> None:
-    """Kill the process `rank`, the parent of this one, after too long a silence; return when it has ended.
-
-    Args:
-        words: file descriptor to read words from, each a number of seconds.
-        interval_s: between two words.
-    """
+    """Kill `rank`, the parent of this process, after too long a silence in the file `words`; return when it ends."""
     patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
     # Opened while it is the parent, it cannot be another process with the same pid.
     process = Handle(rank)

@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ def main_thread() -> tuple[bool, str, tuple[str, ...]]:
     """Return whether the main thread waits for other ranks, where it is outside of torch, and its stack."""
     ident = threading.main_thread().ident
     innermost = sys._current_frames().get(ident) if ident is not None else None
-    frames = list(_outwards(innermost))
+    frames = [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)]
     waits, place = False, "(not known)"
     for frame in frames:
         parts = frame.f_code.co_filename.split(os.sep)
@@ -67,12 +68,6 @@ def main_thread() -> tuple[bool, str, tuple[str, ...]]:
 def _described(frame: FrameType) -> str:
     where = "/".join(frame.f_code.co_filename.split(os.sep)[-3:])
     return f"{where}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def standing(signs: Mapping[int, Sign], limit_s: float) -> list[int]:
@@ -142,15 +137,9 @@ def _places(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
 
 
 def who_hangs(store: Store, me: int, size: int, gave_up: Callable[[], Collection[int]]) -> str | None:
-    """Name the rank that others wait for in vain, after a collective of this rank has timed out.
+    """Name the rank that others wait for in vain, after a collective of this rank `me` has timed out.
 
-    Args:
-        store: as of `Pulse`.
-        me: this rank.
-        gave_up: returns the ranks whose collectives have timed out, too.
-
-    Returns:
-        The message; None if no rank stands out.
+    `gave_up` returns the ranks whose collectives have timed out, too.
     """
     others = [rank for rank in range(size) if rank != me]
     before = read_signs(store, others)

@@ -2,13 +2,16 @@
 
 torch's elastic agent starts the processes, hosts their rendezvous store and watches them. This module adds a fork
 server that has imported torch once for all ranks, an exit code, and silence: the failing rank reports what went wrong
-(see [Note: one report per failure] in `meshwright_run.launch.rank`), or this module if a signal killed it.
+(see [Note: one report per failure] in `rank`), or this module if a signal killed it. Torch is imported only where it is
+used, so that the fork server can import it while the parent validates.
 
-[Note: nobody is left behind] A rank never outlives the job. After the failure of a peer the agent sends SIGTERM, and
-`_Reaper` kills a rank that does not heed it; after a signal to the parent the agent passes it on and then kills; after
-an exception in the parent `_sweep` kills; after the parent's sudden death a thread in each rank does.
+[Note: nobody is left behind] After the failure of a peer the agent sends SIGTERM, and `_Reaper` kills a rank that does
+not heed it; after a signal to the parent the agent passes it on and then kills; after an exception in the parent
+`_sweep` kills; after the parent's sudden death a thread in each rank does.
 
-Torch is imported only where it is used, so that the fork server can import it while the parent validates.
+[Note: signals that are waited for] torch's agent would kill ranks soon after a signal. A signal that asks them to stop
+in order (see [Note: stopping] in `meshwright.base.stopping`) is passed on here; the second one is the agent's.
+
 Source: torch.distributed.launcher.api; multiprocessing.forkserver.
 """
 
@@ -25,23 +28,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing import forkserver, resource_tracker
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwright.plugin import (
     LOOPBACK,
     ONE_MACHINE,
+    SAME_S,
     ConfigError,
     Handle,
     end_with_launcher,
     identity_of,
     leave,
+    noted_text,
     protected_children,
     register_one_machine,
     say,
     usable_cores,
 )
 
-from .parent_signals import AGENTS_SIGNALS, interrupts_held, own_signals, passing_on, signal_name
 from .rank import INTERRUPTED, guarded
 
 if TYPE_CHECKING:
@@ -72,12 +77,9 @@ _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "to
 
 
 def warm_up(preload: Sequence[str] = ()) -> None:
-    """Start the fork server, which imports torch and transformers in the background, and return at once.
+    """Start the fork server, which imports torch, transformers and `preload` in the background, and return at once.
 
     Ranks are forked from it, so they see this process's environment as it is now. A second call does nothing.
-
-    Args:
-        preload: further modules that every rank will need.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -107,18 +109,10 @@ def launch(
 ) -> int:
     """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
 
-    Each rank runs it under `rank.guarded`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its
-    environment. Stdout and stderr are this process's; stdin is empty.
-
-    Args:
-        main: a function at the top level of a module; it and `args` are pickled.
-        show_traceback: show the traceback of a MeshwrightError too.
-        passed_on: names of signals that the ranks handle as `StopSignals` does: the first is passed on, and the ranks
-            may take all the time that they need. A second one ends the job, as any other signal does at once.
-
-    Returns:
-        0, the exit code of the rank that failed first (1 when a signal killed it), or 128 plus the number of the
-        signal that ended this process's wait (130 for Ctrl-C). Errors have been written to stderr.
+    Each rank runs it under `rank.guarded`; `main` is at the top level of a module, and pickled with `args`. The ranks
+    handle the signals in `passed_on` as `StopSignals` does: the first is passed on, and they take all the time they
+    need. A second one ends the job, as any other signal does at once. Returns 0, the exit code of the rank that failed
+    first (1 when a signal killed it), or 128 plus the number of the signal that ended the wait (130 for Ctrl-C).
     """
     if nproc < 1:
         raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
@@ -139,18 +133,10 @@ def launch(
 
 
 def _await_fork_server() -> None:
-    """Return when the fork server has finished importing.
-
-    Without this the agent would wait for the server with a rank half started, and Ctrl-C would make it forget that
-    rank, which would then start into a world that is gone and print a traceback.
-    """
-    probe = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
+    """Return when the fork server has imported all: on Ctrl-C the agent would forget a rank that waits for it."""
+    probe = multiprocessing.get_context("forkserver").Process(target=int, daemon=True)
     probe.start()
     probe.join()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _run_agent(
@@ -235,11 +221,7 @@ def _run_rank(order: _Order) -> None:
 
 
 class _Reaper(threading.Thread):
-    """Kills the ranks that still live KILL_DELAY_S after one of them has died before it was done.
-
-    The agent ends them with SIGTERM and then waits 30 s, which no option shortens; a rank that handles SIGTERM in
-    Python cannot while it is blocked in a collective.
-    """
+    """Kills ranks that still live KILL_DELAY_S after one has died before it was done; the agent would wait 30 s."""
 
     def __init__(self, roll: Roll) -> None:
         super().__init__(name="meshwright-reaper", daemon=True)
@@ -315,3 +297,74 @@ def _quiet() -> Iterator[None]:
         for logger, propagate in zip(loggers, propagated, strict=True):
             logger.removeHandler(silence)
             logger.propagate = propagate
+
+
+# -- signals to this process
+
+AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals that the agent passes on before it kills."""
+_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+@contextmanager
+def passing_on(names: Sequence[str], find_ranks: Callable[[], Sequence[Handle]]) -> Iterator[list[int]]:
+    """Pass on the first of some signals to the ranks; yield a list that gets the numbers of those passed on."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    passed: list[int] = []
+    first_s = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        again, ranks = bool(passed) and time.monotonic() - first_s > SAME_S, find_ranks()
+        if again or not ranks:
+            raise SignalException(f"got {signal_name(number)}", sigval=signal.Signals(number))
+        if not passed:
+            first_s = time.monotonic()
+            passed.append(number)
+            # Not by a stream, which the handler may have interrupted.
+            os.write(2, f"{noted_text(number)}\n".encode())
+            for each in ranks:
+                each.send(number)
+
+    before = {name: signal.signal(signal.Signals[name], handle) for name in names}
+    try:
+        yield passed
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting until the end of the context."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Restore the signal handlers, and the variable naming them, that the agent leaves behind."""
+    before = os.environ.get(_VARIABLE)
+    handlers = {name: signal.getsignal(signal.Signals[name]) for name in AGENTS_SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in handlers.items():
+                if handler is not None:  # None: not installed from Python
+                    signal.signal(signal.Signals[name], handler)
+        if before is None:
+            os.environ.pop(_VARIABLE, None)
+        else:
+            os.environ[_VARIABLE] = before
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"

@@ -1,10 +1,9 @@
 """Signs of life, by which ranks that live find the rank that hangs.
 
-[Note: signs of life] A rank that hangs cannot say so, and each of its peers only knows that it waits itself. So each
-rank of a run has a thread that keeps a sign in the rendezvous store: a count, and where the main thread is. The first
-rank reads all signs, the others read the first one's. Three things can be seen:
-- A count stands still: the process is stopped, or its machine is cut off. After nine tenths of the run's `watchdog_s`,
-  or of `timeout_s`, so before those that wait for it time out, a reader ends the run and names that rank.
+[Note: signs of life] Each rank has a thread that keeps a sign in the rendezvous store: a count, and where the main
+thread is. The first rank reads all signs, the others read the first one's. Three things can be seen:
+- A count stands still: the process is stopped, or its machine is cut off. After nine tenths of `watchdog_s`, or of
+  `timeout_s`, so before those that wait for it time out, a reader ends the run and names that rank.
 - With a watchdog: all counts increase, but the run does not advance. After the same time, the rank that holds up the
   others is named; see [Note: who hangs] in `hang`.
 - A collective times out though all counts increase: a rank hangs that is not waiting, and its place is known.
@@ -12,8 +11,7 @@ rank reads all signs, the others read the first one's. Three things can be seen:
 [Note: an alarm] The finder of one of the first two sets a key in the store, which all ranks look for with each sign.
 Each then writes down what it knows and reports; from the same reports all reach the same verdict.
 
-[Note: a store that is silent] If the first rank hosts the store and is stopped, whoever asks the store waits for ever;
-so does a rank that is cut off from the machine of the launcher that hosts it. There a rank has a second thread, which
+[Note: a store that is silent] Whoever asks a store whose host is stopped or cut off waits for ever. A second thread
 never asks the store, and checks that the first one still gets answers. If the first rank hosts the store, that rank
 hangs. Otherwise this rank ends by itself: those on the other side name it, and cannot end it.
 """
@@ -84,14 +82,9 @@ def write_sign(
 class Pulse(threading.Thread):
     """Gives this rank's signs of life and watches those of others; see [Note: signs of life]. A context manager.
 
-    After an error in the context it continues, so that this rank does not seem to hang while it reports.
-
-    Args:
-        store: of the world, with a connection of its own.
-        timeout_s: how long a collective may wait for peers.
-        watchdog_s: how long a rank may be silent, or stand still, after its first step; None: as `timeout_s`, and a
-            rank may stand still.
-        host: of the store, if not this process or a launcher of this machine; see [Note: a store that is silent].
+    After an error it continues, so that this rank does not seem to hang while it reports. `store`: of the world, with a
+    connection of its own. `timeout_s`: how long a collective may wait. `watchdog_s`: how long a rank may be silent, or
+    stand still, after its first step; None: `timeout_s`, and it may stand still.
     """
 
     def __init__(
@@ -153,11 +146,7 @@ class Pulse(threading.Thread):
             return
 
     def look(self, elapsed_s: float) -> list[int]:
-        """Read the watched ranks' signs; return the ranks that have been silent for too long.
-
-        Args:
-            elapsed_s: since the last look. More than two intervals count as two: then this process was stopped itself.
-        """
+        """Return the watched ranks that have been silent for too long, `elapsed_s` after the last look."""
         signs = read_signs(self._store, self._watched, self._signs)
         for rank in self._watched:
             is_new = rank in signs and (rank not in self._signs or signs[rank].count != self._signs[rank].count)

@@ -1,11 +1,10 @@
 """One rank's side of a launched world: find the world, run a main function in it, report its failure once.
 
-[Note: one report per failure] When one rank fails, its peers fail too, since their connections to it close; only the
-first failure is worth reading. So a failing rank posts its exit code on a board, a key in the rendezvous store, before
-it exits. The first post wins: only its rank writes to stderr, and the others leave with its exit code. A failure that
-looks like the consequence of a peer's death waits for that peer's post before it is reported. A rank that dies of a
-signal or a crash posts nothing: its launcher ends the waiting peers and names it. A rank that hangs is named by its
-peers; see [Note: signs of life] in `pulse`.
+[Note: one report per failure] When one rank fails, its peers fail too; only the first failure is worth reading. So a
+failing rank posts its exit code in the rendezvous store before it exits. Only the rank of the first post writes to
+stderr, and the others leave with its exit code. A failure that looks like the consequence of a peer's death waits for
+that peer's post. A rank that dies of a signal posts nothing: its launcher ends the waiting peers and names it. A rank
+that hangs is named by its peers; see [Note: signs of life] in `pulse`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.plugin import (
     CONNECT_TIMEOUT_S,
@@ -46,9 +45,6 @@ from meshwright.plugin import (
 from .companion import Companion
 from .hang import who_hangs
 from .pulse import Pulse
-
-if TYPE_CHECKING:
-    pass
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -95,15 +91,8 @@ def guarded(
     """Run `main(store, *args)` as this rank's share of the job; see [Note: one report per failure].
 
     Nothing is torn down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
-    A rank that torchrun has started ends with torchrun's agent, however that ends.
-
-    Args:
-        main: gets the rendezvous store of the launched world, or None outside of one.
-        show_traceback: show the traceback of a MeshwrightError too.
-        timeout_s: limit for reaching the store.
-
-    Returns:
-        The exit code: 0, that of the failure which was reported (on whatever rank), or INTERRUPTED.
+    `store` is that of the launched world, or None outside of one; `timeout_s` the limit for reaching it. Returns 0, the
+    exit code of the failure that was reported (on whatever rank), or INTERRUPTED.
     """
     escape_messages()
     if started_by_torchrun():
@@ -114,7 +103,7 @@ def guarded(
     except RankError as error:
         # Without a store the ranks cannot agree on who reports, and this one may be the only one cut off.
         failure = Failure.of(error, show_traceback)
-        _say(f"rank {rank()}: {failure.text}")
+        say_whole(f"rank {rank()}: {failure.text}")
         return failure.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -137,8 +126,7 @@ def guarded(
 def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Progress]:
     """End this process, with the name of the rank that hangs, if a rank falls silent or, with a watchdog, stands still.
 
-    Each rank of the world enters the context, and its main thread updates the `Progress` that it gets. Outside of a
-    launched world it does nothing without a watchdog. Arguments as of `Pulse`; raises as `connect_store`.
+    Each rank enters the context, and its main thread updates the `Progress` that it gets. Arguments as of `Pulse`.
     """
     progress, size = Progress(), world_size() if started_by_launcher() else 1
     if size == 1 and watchdog_s is None:
@@ -149,7 +137,7 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
     def end(hang: Hang) -> None:
         failure = Failure(1, f"{said(RankError(hang.text))}\n")
         if hang.is_alone:
-            _say(failure.text)
+            say_whole(failure.text)
         leave(failure.exit_code if hang.is_alone else _settle(failure))
 
     pulse = Pulse(
@@ -190,13 +178,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank's main function.
-
-    Attributes:
-        text: what to show; may be empty.
-        echo: "Type: message" if it looks like the consequence of a peer's death, otherwise empty.
-        timed_out: whether this rank has waited for a peer in vain.
-    """
+    """What ended a rank's main function. `echo`: "Type: message" if it looks like the consequence of a peer's death."""
 
     exit_code: int
     text: str
@@ -224,7 +206,7 @@ class Failure:
 def _settle(failure: Failure) -> int:
     """Post `failure`, show it if it is the first, and return the exit code of the first."""
     if failure.exit_code == 0 or not started_by_launcher():
-        _say(failure.text)
+        say_whole(failure.text)
         return failure.exit_code
     try:
         board = _Board()
@@ -235,22 +217,21 @@ def _settle(failure: Failure) -> int:
         first = board.first(failure.exit_code, patience_s=patience_s)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Two reports are better than none, but need not be long.
-        _say(f"rank {rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
+        say_whole(f"rank {rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
         if failure.timed_out:
-            _say("The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n")
+            say_whole(
+                "The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n"
+            )
         return failure.exit_code
     if first is None:
         lost = "This rank lost a peer, and no rank has said why: one may have been killed.\n" if failure.echo else ""
-        _say(failure.text + (lost if failure.text else ""))
+        say_whole(failure.text + (lost if failure.text else ""))
         return failure.exit_code
     return first
 
 
 class _Board:
-    """The first failure of the world, as a key in the rendezvous store.
-
-    It has a connection of its own, made when needed: another thread may be blocked in that of the main function.
-    """
+    """The first failure of the world, as a key in the store, by a connection of its own: another may be blocked."""
 
     _KEY = "first"
 
@@ -295,7 +276,7 @@ def _render(error: BaseException, last: str, *, with_traceback: bool) -> str:
     return f"{whole.removesuffix(headline(error))}{last}\n"
 
 
-def _say(text: str) -> None:
+def say_whole(text: str) -> None:
     """Write in one piece, so that the lines of two ranks do not mix."""
     say(text, stderr=True)
     sys.stderr.flush()

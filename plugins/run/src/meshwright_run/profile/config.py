@@ -99,7 +99,6 @@ def suffix(window: tuple[int, int], windows: Sequence[tuple[int, int]]) -> str:
 
 
 def traces_in(directory: Path) -> list[Path]:
-    """Return the traces of a run directory, or of its directory of profiles, by rank and window."""
     for place in (directory / DIRECTORY, directory):
         found = sorted(place.glob("rank-*.json.gz"))
         if found:

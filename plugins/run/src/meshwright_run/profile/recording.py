@@ -1,10 +1,12 @@
-"""Profile chosen steps of a rank, and measure exposed communication in some others. Source: torch.profiler."""
+"""Profile chosen steps of a rank, measure exposed communication in some others, and write files after a fault."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +16,24 @@ import torch
 from rich.console import RenderableType
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.plugin import MARK, fresh, is_profiled, marked, new_console, warn, write_whole
+from meshwright.plugin import (
+    MARK,
+    Fault,
+    fresh,
+    hookimpl,
+    is_profiled,
+    marked,
+    new_console,
+    warn,
+    write_whole,
+    written_whole,
+)
 
-from ._compat import dump_memory_snapshot, quieten_kineto, record_memory_history, seen_by
-from .activity import exposed_communication
-from .config import DIRECTORY, ProfileConfig, file_name, suffix
+from ._compat import dump_memory_snapshot, flight_records, quieten_kineto, record_memory_history, seen_by
+from .config import DIRECTORY, FAULTS, ProfileConfig, file_name, suffix
 from .show import shown
 from .summary import as_values, summarized, timeline
-from .trace import ABOUT, Span, read_trace
+from .trace import ABOUT, Span, exposed_communication, read_trace
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 """The context of a step that is not profiled."""
@@ -46,17 +58,10 @@ def warm_up(device: torch.device) -> None:
 
 
 class Recorder:
-    """Profiles the windows of one rank; a context manager, which ends a window that an error has cut short.
+    """Profiles the windows of one rank, each from the beginning of its first step to the end of its last.
 
-    A profiler runs from the beginning of a window's first step to the end of its last, so that it sees what happens
-    between them, too.
-
-    Args:
-        config: of the run; this rank is one that it names.
-        directory: of the run.
-        about: metadata of the traces; values of JSON.
-        start: steps that were done before this attempt.
-        say: shows a summary to a person.
+    A context manager, which ends a window that an error has cut short. `about`: metadata of the traces; `start`: steps
+    that were done before this attempt.
     """
 
     def __init__(
@@ -189,3 +194,54 @@ def spans_of(profiler: profile) -> list[Span]:
         Span(name, kind, (start - first) * _NANO, (end - first) * _NANO, thread)
         for name, kind, start, end, thread in events
     ]
+
+
+class FaultFiles:
+    """An observer that writes files to output_dir/faults when this rank fails.
+
+        rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
+                                  sizes, when begun, and whether they are over ("retired")
+        rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
+        rank-00000-stacks.txt     where each thread was in Python
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory, self._name = directory / FAULTS, f"rank-{rank:05}"
+
+    @property
+    def stacks(self) -> Path:
+        return self._directory / f"{self._name}-stacks.txt"
+
+    @hookimpl
+    def on_fault(self, fault: Fault) -> None:
+        self.write(fault)
+
+    def write(self, fault: Fault, *, cpp_stacks: bool = True) -> dict[str, tuple[int, int, int]]:
+        """Write the files, and count the collectives that this rank has enqueued, started and completed, by group.
+
+        `cpp_stacks`: whether torch looks up where its collectives were called, which takes seconds.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with written_whole(self.stacks) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        records = {}
+        for backend, as_json, as_pickle in flight_records(with_stacks=cpp_stacks):
+            write_whole(self._directory / f"{self._name}-{backend}.pickle", as_pickle)
+            records[backend] = json.loads(as_json)
+        text = json.dumps({"fault": asdict(fault), "collectives": records}, indent=1) + "\n"
+        write_whole(self._directory / f"{self._name}.json", text)
+        return {group: counts for record in records.values() for group, counts in _counts(record).items()}
+
+
+def _counts(record: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """Count by the name of a group, which is the same on all of its ranks, where the record has it."""
+    names = {str(entry["pg_id"]): entry["process_group"][0] for entry in record.get("entries", ())}
+    enqueued, started, completed = (f"last_{each}_collective" for each in ("enqueued", "started", "completed"))
+    return {
+        names[number]: (int(status[enqueued]), int(status[started]), int(status[completed]))
+        for number, status in record.get("pg_status", {}).items()
+        if number in names
+    }

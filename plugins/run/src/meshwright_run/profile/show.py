@@ -23,7 +23,6 @@ NAME_WIDTH = 16
 
 
 def shown(summary: Summary, *, rows: int = ROWS) -> Group:
-    """Show where a window's time went: its parts, communication, and the operators that take most."""
     return Group(*_headline(summary), _parts(summary), *_communication(summary), _operators(summary, rows))
 
 
@@ -166,7 +165,6 @@ def _compared(both: tuple[Summary, Summary], table: str, seconds: str) -> list[D
 
 
 def compared(comparison: Comparison, *, rows: int = ROWS) -> Group:
-    """Show what got slower and faster, by what makes most of the difference."""
     first, second = comparison.names
     title = styled(f"[bold]A[/bold] {plain(first)}\n[bold]B[/bold] {plain(second)}")
     tables = [

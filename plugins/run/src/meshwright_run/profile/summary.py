@@ -12,9 +12,24 @@ from typing import Any
 
 from meshwright.plugin import MARK, WAIT, ConfigError
 
-from .activity import Activity, Intervals, activity, common, length, union, without
 from .config import traces_in
-from .trace import ANNOTATION, ON_DEVICE, OPERATOR, MemoryChange, Span, Trace, read_json, read_trace
+from .trace import (
+    ANNOTATION,
+    ON_DEVICE,
+    OPERATOR,
+    Activity,
+    Intervals,
+    MemoryChange,
+    Span,
+    Trace,
+    activity,
+    common,
+    length,
+    read_json,
+    read_trace,
+    union,
+    without,
+)
 
 FORMAT = 1
 BETWEEN = "between"

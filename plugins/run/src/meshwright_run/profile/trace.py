@@ -1,16 +1,25 @@
-"""Read a trace of torch.profiler: JSON of Chrome's format, gzipped or not. No torch in this module."""
+"""Read a trace of torch.profiler, JSON of Chrome's format, and what a rank did: compute, wait for messages, or neither.
+
+[Note: exposed communication] A message is under way while a kernel of NCCL runs; on a CPU while a thread of gloo is at
+a collective, or the main thread waits for other ranks. Exposed is the part of that time in which no other kernel (or
+copy) runs on the device, or on a CPU no operator on the main thread. Operators that issue messages or wait for them
+compute nothing. The rest of the time is the host's, so computing, exposed and host add up to the total.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.plugin import MARK, WAIT, ConfigError, open_regular
 
@@ -36,11 +45,8 @@ _ASK = "Give a run directory, its directory `profile`, or a file rank-*.json.gz 
 class Span(NamedTuple):
     """One event with a duration; a tuple, since a step has thousands.
 
-    Attributes:
-        kind: Kineto's category: an operator, an annotation (`record_function`), a kernel, ...
-        start, end: seconds since any moment, the same of all spans.
-        thread: where it ran; of an accelerator, its stream.
-        operator: number of the operator that it is, or that has launched it; 0: none is known.
+    `kind`: Kineto's category. `start`, `end`: seconds since any moment. `thread`: of an accelerator, its stream.
+    `operator`: number of the operator that it is, or that has launched it; 0: none is known.
     """
 
     name: str
@@ -168,3 +174,90 @@ def _change(event: Mapping[str, Any]) -> MemoryChange:
         # Kineto numbers kinds of devices as torch does: 0 is the CPU.
         is_on_device=int(details["Device Type"]) != 0,
     )
+
+
+# -- what a rank does in a stretch of time
+
+Intervals: TypeAlias = "list[tuple[float, float]]"
+"""Sorted (start, end) that do not meet; any unit."""
+
+
+def union(stretches: Iterable[tuple[float, float]]) -> Intervals:
+    """Return what any of these covers; those that end where they start, or before, cover nothing."""
+    found: Intervals = []
+    for start, end in sorted(stretches):
+        if end <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def common(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
+    found: Intervals = []
+    one = two = 0
+    while one < len(intervals) and two < len(others):
+        start, end = max(intervals[one][0], others[two][0]), min(intervals[one][1], others[two][1])
+        if start < end:
+            found.append((start, end))
+        if intervals[one][1] < others[two][1]:
+            one += 1
+        else:
+            two += 1
+    return found
+
+
+def without(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
+    edges = [-math.inf, *(edge for each in others for edge in each), math.inf]
+    return common(intervals, list(pairwise(edges))[::2])
+
+
+@dataclass(frozen=True)
+class Activity:
+    """When a rank computes, and when messages are under way; of an accelerator, or else of the main thread."""
+
+    computing: Intervals
+    communicating: Intervals
+    is_on_device: bool
+
+    @property
+    def exposed(self) -> Intervals:
+        return without(self.communicating, self.computing)
+
+
+def activity(spans: Sequence[Span]) -> Activity:
+    messages = _covered(each for each in spans if each.is_communication)
+    on_device = [each for each in spans if each.kind in ON_DEVICE]
+    if on_device:
+        return Activity(_covered(each for each in on_device if not each.is_communication), messages, True)
+    main = _main_thread(spans)
+    of_main = [each for each in spans if each.thread == main]
+    computing = _covered(each for each in of_main if each.computes)
+    # An operator on sharded tensors waits within for what it has sent.
+    return Activity(without(computing, _covered(each for each in of_main if each.sends)), messages, False)
+
+
+def exposed_communication(spans: Sequence[Span]) -> float:
+    """Return the seconds in which a rank waits for messages and computes nothing; see [Note: exposed communication]."""
+    return length(activity(spans).exposed)
+
+
+def _main_thread(spans: Iterable[Span]) -> int | str | None:
+    """Return the thread of the steps; where none is marked, the one with the most operators."""
+    operators: Counter[int | str] = Counter()
+    for each in spans:
+        if each.step is not None:
+            return each.thread
+        if each.kind == OPERATOR:
+            operators[each.thread] += 1
+    return operators.most_common(1)[0][0] if operators else None
+
+
+def _covered(spans: Iterable[Span]) -> Intervals:
+    return union((each.start, each.end) for each in spans)

@@ -2,22 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.plugin import DataError
+from meshwright.plugin import IGNORED_LABEL, DataError
 
-from ..data.run_rows import ShownRow, SourceSummary
+from .config import Packing
+from .documents import Documents
+from .encoder import Counts
+from .feed import Feed, RunRows
+from .order import Stream
+from .prepare import PreparedData
+from .rows import FILL
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PADDED_STEPS = 20
+"""Steps that tell how full padded rows are: that depends on which ones are in one microbatch."""
 _BARS = 12
 _WIDTH = 50
 _LEARNT, _GIVEN, _FRAME = "bold green", "default", "dim"
 _COLOURS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
+
+
+@dataclass(frozen=True)
+class SourceSummary:
+    """A source without what is held out: lengths of documents, shares of tokens learnt and of rows filled, counts."""
+
+    name: str
+    format: str
+    lengths: np.ndarray
+    learnt: float
+    rows: int
+    fill: float | None
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Run:
+    text: str
+    learnt: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row as a model sees it: runs of each document, tokens of padding behind them, further numbers."""
+
+    documents: tuple[tuple[Run, ...], ...]
+    padding: int
+    columns: dict[str, float]
+
+
+def summarize(data: PreparedData, rows: RunRows, kind: Packing) -> list[SourceSummary]:
+    found = []
+    for source, own in zip(data.sources, rows.training, strict=True):
+        documents, counts, config = source.train, source.counts, source.config
+        if isinstance(own, Stream) or documents is None or counts is None:
+            continue
+        lengths, tokens = documents.lengths(), len(documents.tokens)
+        fill = {"stream": 1.0, "documents": int(lengths.sum()) / (len(own) * own.seq_len)}.get(kind)
+        learnt = _learnt(documents) / max(tokens, 1)
+        found.append(SourceSummary(config.place, config.format, lengths, learnt, len(own), fill, counts))
+    return found
+
+
+def measured_fill(feed: Feed, steps: int = _PADDED_STEPS) -> float:
+    taken = places = 0
+    for step in range(steps):
+        for batch in feed.microbatches(step):
+            for ids, labels in zip(batch["input_ids"].numpy(), batch["labels"].numpy(), strict=True):
+                taken += len(ids) - _padding(ids, labels)
+                places += len(ids)
+    return taken / max(places, 1)
+
+
+def first_rows(feed: Feed, count: int, kind: Packing, tokenizer: PreTrainedTokenizerBase) -> Iterator[ShownRow]:
+    step = 0
+    while count > 0:
+        for batch in feed.microbatches(step):
+            for number in range(min(count, len(batch["input_ids"]))):
+                row = {name: values[number].numpy() for name, values in batch.items()}
+                yield shown_row(row, kind, tokenizer)
+                count -= 1
+        step += 1
+
+
+def shown_row(row: Mapping[str, Any], kind: Packing, tokenizer: PreTrainedTokenizerBase) -> ShownRow:
+    """Decode a row: `input_ids` and `labels`, (S,), and the row's other entries of a batch."""
+    ids, labels = row["input_ids"], row["labels"]
+    padding = _padding(ids, labels)
+    stop = len(ids) - padding
+    begins = np.array([], np.int64)
+    if kind == "documents":
+        begins = np.flatnonzero(row["position_ids"][:stop] == 0)
+    elif kind == "stream":
+        begins = np.flatnonzero(ids[: stop - 1] == tokenizer.eos_token_id) + 1
+    bounds = [*sorted({0, *begins.tolist()}), stop]
+    documents = tuple(tuple(_runs(ids[a:b], labels[a:b], tokenizer)) for a, b in pairwise(bounds))
+    return ShownRow(documents, padding, {name: each.item() for name, each in row.items() if np.ndim(each) == 0})
+
+
+def _runs(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Run]:
+    learnt = labels != IGNORED_LABEL
+    bounds = [0, *(np.flatnonzero(learnt[1:] != learnt[:-1]) + 1).tolist(), len(ids)]
+    for start, stop in pairwise(bounds):
+        text = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
+        yield Run(str(text), bool(learnt[start]), stop - start)
+
+
+def _padding(ids: np.ndarray, labels: np.ndarray) -> int:
+    """Count the tokens at the end of a row that stand for nothing."""
+    filled = np.flatnonzero((ids != FILL) | (labels != IGNORED_LABEL))
+    return len(ids) - (int(filled[-1]) + 1 if len(filled) else 0)
+
+
+def _learnt(documents: Documents) -> int:
+    """Count the tokens that are learnt: never the first of a document."""
+    if documents.labelled is None:
+        return len(documents.tokens) - len(documents)
+    firsts = np.concatenate([[0], documents.ends[:-1]]).astype(np.int64)
+    return int(np.count_nonzero(documents.labelled)) - int(np.count_nonzero(documents.labelled[firsts]))
 
 
 def as_text(row: ShownRow, number: int, *, marks: bool) -> Text:
@@ -39,7 +152,6 @@ def as_text(row: ShownRow, number: int, *, marks: bool) -> Text:
 
 
 def as_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
-    """Return the lengths of documents as bars."""
     lengths = np.concatenate([summary.lengths for summary in summaries]) if summaries else np.array([], np.int64)
     text = Text("tokens of a document\n", style="bold")
     if not len(lengths):

@@ -1,0 +1,295 @@
+"""Observers of a run: seconds of its startup, stragglers, and trackers. No torch in this module.
+
+[Note: a rank's own seconds] Ranks wait for each other in every step. A slow one is told from the others by what it does
+without them: drawing microbatches, stepping the optimizer, observers and callbacks. A rank is named only when it has
+been slow for as many steps more, since other work on its machine makes any rank slow for a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from meshwright.plugin import (
+    ConfigError,
+    FrozenModel,
+    LoopExtension,
+    Progress,
+    Registry,
+    RunInfo,
+    Sign,
+    StepResult,
+    TrackerSpec,
+    get_registry,
+    hookimpl,
+    nearest,
+    validated,
+    warn,
+)
+
+from .run_sections import StragglersConfig
+from .secrets import resolved
+
+_STARTED = time.time()
+
+
+def process_start() -> float:
+    """Return when this process started [s since 1970], or if unknown, when this module was imported."""
+    try:
+        # The 22nd field, counted behind the command's name, which may contain blanks; in ticks since boot.
+        ticks = float(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        since_boot = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _STARTED
+    return time.time() - since_boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Startup:
+    """When each part of the way to the first step has ended."""
+
+    is_shown: bool = False
+    begin: float = field(default_factory=process_start)
+    ends: list[tuple[str, float]] = field(default_factory=list)
+
+    def end(self, part: str) -> None:
+        """End a part; consecutive parts of one name are one."""
+        if self.ends and self.ends[-1][0] == part:
+            self.ends.pop()
+        self.ends.append((part, time.time()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part, and in total."""
+        found: dict[str, float] = {}
+        before = self.begin
+        for part, end in self.ends:
+            found[part] = found.get(part, 0.0) + end - before
+            before = end
+        return {**{part: round(each, 3) for part, each in found.items()}, "total": round(before - self.begin, 3)}
+
+    def __str__(self) -> str:
+        return "startup: " + ", ".join(f"{part} {each:.1f} s" for part, each in self.seconds().items())
+
+
+class StartupReport:
+    """Observer on the first rank that ends the last part with the first step, and reports all."""
+
+    def __init__(self, startup: Startup, *, note: Callable[..., None], show: Callable[[str], None]) -> None:
+        self._startup: Startup | None = startup
+        self._note, self._show = note, show
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        startup, self._startup = self._startup, None
+        if startup is None:
+            return
+        startup.end("first step")
+        self._note("startup", step=result.step, seconds=startup.seconds())
+        if startup.is_shown:
+            self._show(str(startup))
+
+
+# -- stragglers
+
+FROM = 3.5
+"""Deviations from which a rank is a straggler; Iglewicz and Hoaglin 1993, modified z-score."""
+SCALE = 1.4826
+"""Standard deviation of a normal distribution in median absolute deviations."""
+LEAST = 0.02
+"""Part of a step by which a rank must be slower: where all are equal to a microsecond, any is an outlier."""
+LEAST_OWN, LEAST_OWN_S = 0.05, 0.005
+"""The same for a rank's own seconds: part of a step, and seconds."""
+RANKS = 4
+"""Fewer ranks have no stragglers."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than others in a part of the step, or in all of it ("seconds"), by medians."""
+
+    rank: int
+    part: str
+    seconds: float
+    middle: float
+    deviations: float
+
+
+def stragglers(
+    ranks: list[int],
+    part: str,
+    seconds: np.ndarray,
+    *,
+    step_seconds: float,
+    deviations: float = FROM,
+    least_s: float | None = None,
+) -> list[Straggler]:
+    """Return the stragglers by one part of the step, the slowest first. `seconds` are medians of `ranks`, float64 (R);
+    NaN where there is none."""
+    least_s = LEAST * step_seconds if least_s is None else least_s
+    known = seconds[np.isfinite(seconds)]
+    if len(known) < RANKS:
+        return []
+    middle = float(np.median(known))
+    scale = SCALE * float(np.median(np.abs(known - middle)))
+    found = []
+    for rank, value in zip(ranks, seconds.tolist(), strict=True):
+        beyond = value - middle
+        if np.isfinite(value) and beyond > least_s and beyond > deviations * scale:
+            found.append(Straggler(rank, part, value, middle, beyond / scale if scale else float("inf")))
+    return sorted(found, key=lambda each: each.seconds, reverse=True)
+
+
+class Stragglers(LoopExtension):
+    """Reports the stragglers of a run on its first rank, by the others' signs of life; see
+    [Note: a rank's own seconds]."""
+
+    def __init__(self, config: StragglersConfig, progress: Progress) -> None:
+        self._config, self._progress = config, progress
+        self._seen: Mapping[int, Sign] = {}
+        self._found: tuple[Mapping[str, float], ...] = ()
+        self._since: dict[int, int] = {}
+
+    def __call__(self) -> Sequence[Mapping[str, float]]:
+        """See `StepResult.stragglers`."""
+        if self._progress.signs is not self._seen:
+            self._seen = self._progress.signs
+            self._found = self._judged()
+        return self._found
+
+    def after_step(self, result: StepResult) -> StepResult:
+        return replace(result, stragglers=self())
+
+    def _judged(self) -> tuple[Mapping[str, float], ...]:
+        known = {rank: sign for rank, sign in self._seen.items() if sign.steps >= self._config.over}
+        if not known:
+            return ()
+        step_s = float(np.median([sign.step_s for sign in known.values()]))
+        found = stragglers(
+            list(known),
+            "own",
+            np.array([sign.own_s for sign in known.values()]),
+            step_seconds=step_s,
+            deviations=self._config.deviations,
+            least_s=max(LEAST_OWN * step_s, LEAST_OWN_S),
+        )
+        step = max(sign.at.step for sign in known.values())
+        self._since = {each.rank: self._since.get(each.rank, step) for each in found}
+        return tuple(
+            {"rank": each.rank, "seconds": each.seconds, "median": each.middle, "deviations": each.deviations}
+            for each in found
+            if step - self._since[each.rank] >= self._config.over
+        )
+
+
+# -- trackers
+
+Asked: TypeAlias = "str | Mapping[str, Any]"
+"""A tracker in the run file: its name, or a mapping of name and options."""
+INSTALL = "pip install -e plugins/trackers"
+
+
+def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
+    """Return the trackers of the installed plugins by name, sorted."""
+    found: dict[str, TrackerSpec] = {}
+    for plugin, register in (registry or get_registry()).implementations("register_trackers"):
+        for spec in (spec for specs in register() for spec in specs):
+            if not isinstance(spec, TrackerSpec):
+                raise ConfigError(f"plugin {plugin} brings {spec!r}, which is no meshwright.TrackerSpec.")
+            if spec.name in found:
+                raise ConfigError(f"two plugins bring a tracker {spec.name!r}; one is {plugin}. Uninstall one.")
+            found[spec.name] = spec
+    return dict(sorted(found.items()))
+
+
+def chosen(asked: Sequence[Asked], registry: Registry | None = None) -> list[tuple[TrackerSpec, FrozenModel]]:
+    known = list_trackers(registry) if asked else {}
+    found = []
+    for each in asked:
+        options = {"name": each} if isinstance(each, str) else dict(each)
+        name = options.pop("name", None)
+        if not isinstance(name, str) or name not in known:
+            hint = nearest(str(name), known)
+            raise ConfigError(
+                f"trackers: there is no tracker {name!r}.{hint} Installed: {', '.join(known) or 'none'}. Those of the "
+                f"project are installed from a clone with: {INSTALL}"
+            )
+        spec = known[name]
+        options = resolved(options, f"trackers: {name}")
+        config = validated(spec.config_cls, options, where=f"trackers: {name}")
+        spec.check(config)
+        found.append((spec, config))
+    return found
+
+
+@contextmanager
+def tracking(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: RunInfo) -> Iterator[None]:
+    with ExitStack() as held:
+        for spec, config in trackers:
+            try:
+                built = spec.build(config, run)
+            except ConfigError:
+                raise
+            except Exception as error:
+                # Whatever a library raises that cannot reach its server, or write its files.
+                raise ConfigError(
+                    f"tracker {spec.name!r} cannot be started: {type(error).__name__}: {error}. Mend that, or leave it "
+                    f"out of trackers."
+                ) from error
+            tracker = _Tolerated(spec.name, built)
+            held.callback(tracker.close)
+            held.enter_context(get_registry().observing(tracker))
+        yield
+
+
+class _Tolerated:
+    """A tracker whose failures end no run."""
+
+    def __init__(self, name: str, tracker: Any) -> None:
+        self._name, self._tracker, self._has_failed = name, tracker, False
+
+    def _call(self, hook: str, *values: Any) -> None:
+        try:
+            if not self._has_failed and hasattr(self._tracker, hook):
+                getattr(self._tracker, hook)(*values)
+        except Exception as error:
+            self._has_failed = True
+            warn(
+                f"tracker {self._name!r} has failed in {hook} and is left aside: {type(error).__name__}: {error}. "
+                f"Training goes on; metrics.jsonl has everything.",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        self._has_failed = False
+        self._call("close")
+
+    @hookimpl
+    def on_run_start(self, run: Any, mesh: Any) -> None:
+        self._call("on_run_start", run, mesh)
+
+    @hookimpl
+    def on_evaluation(self, evaluation: Any) -> None:
+        self._call("on_evaluation", evaluation)
+
+    @hookimpl
+    def on_step_end(self, result: Any) -> None:
+        self._call("on_step_end", result)
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        self._call("on_checkpoint", checkpoint)
+
+    @hookimpl
+    def on_fault(self, fault: Any) -> None:
+        self._call("on_fault", fault)
+
+    @hookimpl
+    def on_run_end(self, summary: Any) -> None:
+        self._call("on_run_end", summary)
