@@ -37,7 +37,9 @@ SHIMS = (
 )
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather equal parts of one tensor: (output, input, group=...)."""
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sum one tensor and keep an equal part: (output, input, op=..., group=...)."""
 
 functional_all_gather: Callable[..., Tensor] = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 functional_reduce_scatter: Callable[..., Tensor] = (

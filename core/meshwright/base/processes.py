@@ -18,6 +18,7 @@ _POLL_S = 0.5
 
 
 def usable_cores() -> int:
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -34,6 +35,7 @@ def identity_of(pid: int) -> str:
 
 
 def launcher_pid() -> int:
+    """Return the process id of what has started this process."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
@@ -82,6 +84,7 @@ class Handle:
 
 
 def await_end(pid: int, identity: str) -> None:
+    """Wait until a process has ended; `identity` tells it from a later one with its number."""
     try:
         ended = os.pidfd_open(pid)
     except (OSError, AttributeError):

@@ -26,6 +26,7 @@ SAME_S = 2.0
 """A signal that comes again within this time is the same."""
 
 StopName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
+"""Names of the signals that can ask a run to stop."""
 _NAMES: tuple[StopName, ...] = get_args(StopName)
 _END = b"\0"
 """Ends the listening thread. Closing the pipe would not, if a forked process has it open."""
@@ -45,6 +46,7 @@ class Stopped(SystemExit):
 
 
 def noted_text(number: int) -> str:
+    """Return what is printed once a signal has asked the run to stop."""
     return f"{signal.Signals(number).name}: this run stops after its step; a second signal ends it at once"
 
 

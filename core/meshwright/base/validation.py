@@ -30,6 +30,7 @@ from .errors import ConfigError, nearest
 DTYPES = ("float64", "float32", "bfloat16")
 """In which models are trained, by name."""
 NO_FLOAT16 = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
+"""Why float16 is refused as a dtype of training."""
 
 
 if TYPE_CHECKING:  # Type checkers know the fields by name.

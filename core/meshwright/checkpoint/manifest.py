@@ -22,6 +22,7 @@ from .places import STEP, Folder, Key, LocalFolder, Place, SeekableReader, Where
 from .remote import place_of
 
 MANIFEST = "checkpoint.json"
+"""Name of a checkpoint's manifest, which is written last."""
 SIGNATURE = "hmac_sha256"
 """Key of the signature in the manifest, if there is one."""
 FORMAT, OF_ADAPTERS = 2, 3
@@ -260,6 +261,7 @@ def changed(place: Place, name: str) -> TornCheckpointError:
 
 
 def unreadable(where: Where, error: OSError) -> CheckpointError:
+    """Return the error of a file of a checkpoint that cannot be read."""
     # Not a TornCheckpointError: the checkpoint may be complete once the file system works again.
     return CheckpointError(
         f"{where} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."

@@ -21,9 +21,13 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
 ]
+"""Option `--set` of a command: changes of the run file."""
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
+"""Option `--json` of a command: a file for the results."""
 RunFile = Annotated[Path, typer.Argument(help="A run file (YAML).")]
+"""Argument of a command: a run file."""
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")]
+"""Option `--traceback` of a command."""
 
 
 @contextmanager

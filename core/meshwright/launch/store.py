@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
+"""Address that only this machine reaches."""
 ONE_MACHINE = "meshwright-one-machine"
 """Name of the rendezvous backend of `register_one_machine`."""
 _AGENT_TIMEOUT_S, _BACKLOG = 600.0, 4096

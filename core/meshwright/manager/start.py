@@ -44,12 +44,14 @@ def take(modules: Iterable[nn.Module]) -> None:
 
 
 def require_model(model: T | None) -> T:
+    """Return the model; raise StrategyError before `parallelize`."""
     if model is None:
         raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
     return model
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
+    """Return the optimizer; raise StrategyError before `build_optimizer`."""
     if optimizer is None:
         raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
     return optimizer
@@ -68,6 +70,7 @@ def check_nothing_pending(trainable: Iterable[nn.Parameter]) -> None:
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
+    """Return whether the model's config asks for the auxiliary loss of routers."""
     return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
 
 

@@ -18,17 +18,21 @@ from ..base.errors import MeshError
 from ..base.validation import FrozenModel
 
 ROOT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the mesh, outermost first."""
 STAGE_AXES = ROOT_AXES[1:]
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
+"""The axes of the mesh as experts are divided, outermost first."""
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
     "dp_shard_cp": ("dp_shard", "cp"),
 }
+"""Joined axes of the mesh, by name."""
 CLAIMABLE_AXES = (*ROOT_AXES, "ep")
 """Axes that a strategy can claim to shard; `ep_shard` follows from the others."""
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
+"""A degree or another count, 1 or more."""
 
 
 @dataclass(frozen=True)

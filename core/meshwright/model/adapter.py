@@ -42,7 +42,9 @@ from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
 
 BASE_FILE = "meshwright_base.json"
 """The file of an adapter's directory that names its base; peft ignores it."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Name of the file with an adapter's config, as peft has it."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ELEMENTS_AT_ONCE = 1 << 24
 """So many elements of a base weight are read together."""
 _ROWS, _ELEMENTS = 4, 512

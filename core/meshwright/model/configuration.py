@@ -84,6 +84,7 @@ def one_of(known: tuple[str, ...], name: Any, where: str) -> str:
 
 
 def check_model_type(model_type: str, *, where: str = "model") -> None:
+    """Raise ModelError if transformers has no causal LM of this type; imports no model."""
     known = model_types()
     if model_type not in known:
         hint = nearest(model_type, known)

@@ -93,6 +93,7 @@ class ModelSize:
 
 
 def model_size(model: nn.Module) -> ModelSize:
+    """Return how many elements and bytes the parameters of a model have."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     width = parameters[0].element_size() if parameters else 0
@@ -100,6 +101,7 @@ def model_size(model: nn.Module) -> ModelSize:
 
 
 def check_elements(model: nn.Module) -> None:
+    """Raise ModelError for a trainable parameter without elements."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() == 0:
             raise ModelError(

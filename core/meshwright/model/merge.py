@@ -107,6 +107,7 @@ class Holder(Protocol):
 
 
 def merging_of(model: nn.Module) -> Merging | None:
+    """Return how adapters are merged into the weights of a model; None: it has none."""
     return Merging(model) if is_adapted(model) else None
 
 

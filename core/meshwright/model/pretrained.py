@@ -309,6 +309,7 @@ def new_model_on_meta(
 
 
 def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of parameters that the section `model` of a run file asks for."""
     return DTYPES[one_of(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")]
 
 

@@ -50,6 +50,7 @@ from .layout import ModelLayout
 from .offload import OffloadedBlocks
 
 Mode = Literal["full", "selective"]
+"""What is recomputed in backward: whole blocks, or all but the expensive operators."""
 Contexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
 """Makes the context of a block's forward, and that of its recomputation."""
 

@@ -29,6 +29,7 @@ class Weights(Protocol):
 
 
 def is_meta(model: nn.Module) -> bool:
+    """Return whether a model has parameters or buffers on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -93,5 +94,6 @@ def fill(model: nn.Module, weights: Weights, pieces: Callable[[Tensor, Tensor], 
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set the parameter or buffer of a dotted name."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, tensor)

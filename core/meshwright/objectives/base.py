@@ -27,12 +27,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Columns: TypeAlias = "Mapping[str, Tensor]"
+"""A microbatch, or its further columns, by name."""
 Sums: TypeAlias = "dict[str, Tensor]"
+"""Further sums of an objective, scalars, by name."""
 Kind = Literal["float", "int", "bool"]
 On = Literal["tokens", "outputs"]
+"""What an objective is called with: token statistics, or the outputs of the model."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""An option that is finite and above 0."""
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""An option that is finite and at least 0."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
+"""An option from 0 to 1."""
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Return the learning-rate scheduler of an optimizer for so many steps."""
     from transformers import SchedulerType, get_scheduler
 
     # These two are driven by a metric at each step, not by the step number.

@@ -14,6 +14,7 @@ from ..files.class_paths import check_import
 from ..mesh.sizes import Size
 
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A number that is finite and above 0."""
 
 
 def _may_be_imported(name: str) -> str:

@@ -71,6 +71,8 @@ def decay_groups(
 
 
 class Trained(NamedTuple):
+    """What the groups of an optimizer ask about a parameter."""
+
     dims: int
     is_matrix: bool
     is_decayed: bool
@@ -100,6 +102,7 @@ def known_without_model(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, 
 
 
 def check_model(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
+    """Raise ConfigError if a group of the config fits no parameter of the model."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     group_numbers(config, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
 
@@ -250,6 +253,7 @@ class _States(Mapping[Tensor, Any]):
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers that an optimizer consists of."""
     return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
 
 

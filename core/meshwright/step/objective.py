@@ -145,6 +145,7 @@ class Given:
 
 
 def without_columns(given: Given | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return the microbatches without the columns that are only for the objective."""
     return microbatches if given is None else [given.inputs(batch) for batch in microbatches]
 
 

@@ -110,6 +110,8 @@ class Routers:
 
 
 class Notes:
+    """Auxiliary losses of the routers, noted during a forward."""
+
     _open: list[Tensor] | None = None
 
     @contextmanager

@@ -15,6 +15,7 @@ from .._compat.torch import foreach_copy_, own_parameters
 from .._compat.torch import reduce_scatter_single as reduce_scatter_single
 
 copy_all = foreach_copy_
+"""Copy each source tensor into its target, in few kernels: (targets, sources)."""
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
 _HAS_VALUES: ContextVar[bool] = ContextVar("has_values", default=False)
 _FINGERPRINT_CHUNK = 1 << 20

@@ -21,6 +21,7 @@ from ._compat import bound_arguments, process_group
 from .observe import Observer
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+"""Namespaces of torch's operators that communicate."""
 NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
