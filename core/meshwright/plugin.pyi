@@ -113,6 +113,7 @@ from .events.run import TrackerSpec as TrackerSpec
 from .events.step import MARK as MARK
 from .events.step import WAIT as WAIT
 from .events.step import StepResult as StepResult
+from .files.class_paths import allow_functions as allow_functions
 from .files.class_paths import check_import as check_import
 from .files.class_paths import dtype as dtype
 from .files.class_paths import import_class_from_path as import_class_from_path

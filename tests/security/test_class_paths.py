@@ -147,7 +147,6 @@ def test_classes_that_configurations_need_are_imported_and_made_for_their_own_op
     for path in (
         "torch.distributed.tensor.parallel.ColwiseParallel",
         "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-        "meshwright_objectives.preference.DPO",
     ):
         assert isinstance(import_class_from_path(path), type)
     assert objective_of("torch.nn.CrossEntropyLoss") is not None

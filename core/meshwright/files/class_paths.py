@@ -32,15 +32,13 @@ _BUILT_IN = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models",
-    "meshwright.objectives",
 )
-# The pipeline's own loss, as its config is written to JSON, and the reference's plan under each of its names.
-_BUILT_IN_FUNCTIONS = (
+# The loss as configs of pipelines are written to JSON, and the plan of the reference.
+_functions = {
     "meshwright.step.tokens.target_loss_sum",
-    "meshwright_fsdp2.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.plan.get_hf_tp_shard_plan",
-)
+}
 # Not the scripts that convert checkpoints, which are next to the modelling code.
 _MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
 _users: set[str] = set()
@@ -61,6 +59,11 @@ def allow_imports(*modules: str) -> None:
         ConfigError: a name is not a module name.
     """
     _users.update(_checked(module, "allow_imports") for module in modules)
+
+
+def allow_functions(*names: str) -> None:
+    """Let configurations name these functions of a plugin, by dotted names; the plugin calls it as it is imported."""
+    _functions.update(_checked(name, "allow_functions") for name in names)
 
 
 def allowed_imports() -> list[str]:
@@ -106,7 +109,7 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
     if own not in kinds:
         wanted = " or ".join(f"a {each}" for each in kinds)
         raise ConfigError(f"{name!r} is not {wanted}, but a {own or type(found).__name__}. Name {wanted}.")
-    if own != "class" and not is_users(name) and not (own == "function" and name in _BUILT_IN_FUNCTIONS):
+    if own != "class" and not is_users(name) and not (own == "function" and name in _functions):
         raise ConfigError(
             f"{name!r} is a {own} of {module!r}, but each {own} must be of a module of your own. Define it in one, "
             f"call meshwright.allow_imports with that module's name, and name it there."
@@ -170,7 +173,7 @@ def dtype(name: str) -> Any:
 
 
 def _is_built_in(name: str) -> bool:
-    if name in _BUILT_IN_FUNCTIONS:
+    if name in _functions:
         return True
     module = _within(name, _BUILT_IN)
     return module is not None and (module != "transformers.models" or _MODELS.fullmatch(name) is not None)

@@ -15,6 +15,7 @@ from meshwright.plugin import (
     ConfigError,
     StrategyConfig,
     activation_field,
+    allow_functions,
     check_import,
     nearest,
     warn,
@@ -22,6 +23,9 @@ from meshwright.plugin import (
 
 if TYPE_CHECKING:
     from meshwright.plugin import Degrees
+
+# The tensor-parallel plan of the reference, which configs name.
+allow_functions("meshwright_fsdp2.get_hf_tp_shard_plan")
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
 """What the strategy shards."""
