@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from meshwright.model.layout import ModelLayout
 from meshwright.optim.groups import known_without_model, what_is_trained
 from meshwright.strategy.registry import model_layout
-from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
 
 _PLAIN = re.compile(r"Linear|Embedding|Conv1[dD]|.*Experts|.*Router|.*Embeddings?$")
 """Classes of which nobody asks whether their matrices are decayed."""

@@ -48,8 +48,8 @@ def tried(model_type: str, ties: str, door: str) -> str:
 def main(types: list[str]) -> None:
     from support.doors import DOORS, TIES
 
-    from meshwright.testing import pool
-    from meshwright.testing.zoo import zoo_reason, zoo_types
+    from meshwright_testing import pool
+    from meshwright_testing.zoo import zoo_reason, zoo_types
 
     found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"types": [], "others": []}
     for model_type in types or zoo_types():

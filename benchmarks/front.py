@@ -20,7 +20,7 @@ import front_picture
 from common import origin
 from front_runs import BATCH, LAYOUTS, LENGTH, MODEL, ONE, RANKS, STEPS, trained
 
-from meshwright.testing import pool
+from meshwright_testing import pool
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "front.json"

@@ -19,8 +19,8 @@ from support.measures import limit_memory
 from transformers import AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, RankError, count_tokens, open_world, optimizer_factory, resolve
-from meshwright.testing import pool
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
 
 VOCABULARY, FEATURES, SEQUENCES, LENGTH, STEPS = 131_072, 64, 2, 512, 10
 OCCURRING = 64

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 from meshwright import Mesh, MeshSizes, RankError, count_tokens, open_world, optimizer_factory, resolve
 from meshwright.base.types import Batch
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import pool
 from meshwright_objectives import DPO
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
 
 VOCABULARY, FEATURES, SEQUENCES, LENGTH, PROMPT = 131_072, 64, 2, 512, 64
 BETA, STEPS = 0.1, 5

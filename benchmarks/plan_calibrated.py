@@ -34,13 +34,13 @@ from meshwright.mesh.world import World
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
-from meshwright.testing.pool import pool
 from meshwright_plan.calibration.calibrate import calibrate
 from meshwright_plan.calibration.measure import Effort
 from meshwright_plan.config import Device
 from meshwright_plan.planned import trace_rank
 from meshwright_plan.time import play, stage_ranks
 from meshwright_plan.trace import Job
+from meshwright_testing.pool import pool
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_calibrated.json"

@@ -3,7 +3,7 @@
     python benchmarks/plan_types.py                 # all; what is known already stays
     python benchmarks/plan_types.py --only qwen3    # types whose names contain this, once more
 
-Types are tiny instances (`meshwright.testing.zoo`). Writes benchmarks/results/plan_types.json and a table into
+Types are tiny instances (`meshwright_testing.zoo`). Writes benchmarks/results/plan_types.json and a table into
 docs/plan.md.
 """
 
@@ -25,9 +25,9 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
-from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
 from meshwright_plan.planned import trace_rank
 from meshwright_plan.trace import Job
+from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_types.json"

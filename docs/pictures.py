@@ -57,8 +57,8 @@ def gradients_on_a_rank() -> list[dict[str, Any]]:
 
     from meshwright.step.agreement import count_tokens
     from meshwright.testing import Case
-    from meshwright.testing.models import tiny_model
-    from meshwright.testing.parity import build_manager
+    from meshwright_testing.models import tiny_model
+    from meshwright_testing.parity import build_manager
 
     found, rank = [], dist.get_rank()
     for count in COUNTS:
@@ -102,7 +102,7 @@ def gradients_on_a_rank() -> list[dict[str, Any]]:
 def gradient_rule() -> Any:
     from pictures import gradients_on_a_rank
 
-    from meshwright.testing import pool
+    from meshwright_testing import pool
 
     first, second = pool(2).run(gradients_on_a_rank)
     return [
@@ -150,7 +150,7 @@ def cells_of_a_rank() -> dict[str, list[int]]:
 
     from meshwright import get_registry
     from meshwright.testing import Case
-    from meshwright.testing.parity import build_manager
+    from meshwright_testing.parity import build_manager
 
     if "rows" not in get_registry().strategies:
         get_registry().register(rows_axis, name="rows_axis")
@@ -168,7 +168,7 @@ def cells_of_a_rank() -> dict[str, list[int]]:
 def axes() -> Any:
     from pictures import cells_of_a_rank
 
-    from meshwright.testing import pool
+    from meshwright_testing import pool
 
     ranks = pool(4).run(cells_of_a_rank)
     return {name: [each[name] for each in ranks] for name in AXES}
@@ -195,7 +195,7 @@ LAYOUTS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], str, str | None
 def pieces_of_a_rank() -> dict[str, Any]:
     """By layout, the shape of a tensor, and offsets and sizes of the pieces of it that this rank holds."""
     from meshwright.testing import Case
-    from meshwright.testing.parity import build_manager, train_steps
+    from meshwright_testing.parity import build_manager, train_steps
 
     found = {}
     for name, (strategy, config, sizes, weight, key) in LAYOUTS.items():
@@ -215,7 +215,7 @@ def pieces_of_a_rank() -> dict[str, Any]:
 def pieces() -> Any:
     from pictures import pieces_of_a_rank
 
-    from meshwright.testing import pool
+    from meshwright_testing import pool
 
     ranks = pool(4).run(pieces_of_a_rank)
     # The first rank has a part of the model's first block, whatever the layout.
@@ -262,7 +262,7 @@ MISTAKES = {
 
 
 def parity() -> Any:
-    from meshwright.testing import conformance
+    from meshwright_testing import conformance
 
     mistakes = {}
     for name, wanted in MISTAKES.items():

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from meshwright import load_checkpoint, save_checkpoint
-from meshwright.testing import Case, pool
-from meshwright.testing.case import TOLERANCE, Outcome
-from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_steps
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, Outcome
+from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_steps
 
 STEPS, SAVED_AT = 5, 2
 # Tied, accumulating, clipped, with weight decay: a wrong step counter or group changes the numbers.

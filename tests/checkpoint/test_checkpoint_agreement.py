@@ -19,9 +19,10 @@ from meshwright.checkpoint.saving import Agreement, Saving, content_of, held_by,
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Piece, Sharded
 from meshwright.tensors.state import OptimizerState
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),

@@ -21,11 +21,12 @@ from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, newest_checkpoint, read_manifest
 from meshwright.checkpoint.index import INDEX, read_index
 from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.verifying import shown
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright_run.data.tokenizer import train_tokenizer
+from meshwright_run.verifying import shown
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 FLIPS, TRUNCATIONS = 150, 40
 CASE = Case(steps=1, layers=1, dtype="float32")

@@ -21,9 +21,10 @@ from meshwright.checkpoint.index import write_tensors
 from meshwright.checkpoint.manifest import StoredFile, steps_in
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 CASE = Case(steps=2)
 

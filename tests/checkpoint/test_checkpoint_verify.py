@@ -19,11 +19,12 @@ from meshwright.checkpoint import newest_checkpoint, read_manifest
 from meshwright.checkpoint.directory import retain, tidy
 from meshwright.checkpoint.manifest import MANIFEST, SIGNATURE, steps_in
 from meshwright.checkpoint.places import Access, Key, LocalFolder, read_key
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_file import load_run
 from meshwright_run.run_sections import CheckpointConfig
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, train_steps
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 OURS, THEIRS = b"a secret of ours, of 32 bytes or so", b"a secret of theirs, of 32 bytes also"

@@ -8,8 +8,9 @@ import pytest
 from support.checkpoints import error_of
 from support.tiers import mostly_slow
 
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case, assert_parity
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager
 
 pytest.importorskip("megatron_fsdp")
 

@@ -25,10 +25,11 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import fingerprint
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_with_optimizer
+from meshwright.testing import Case
 from meshwright.train.loop.verifying import judged
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_with_optimizer
 
 CASE = Case(microbatches=2, sequences=16)
 STEPS, EVERY = 6, 2

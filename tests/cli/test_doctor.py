@@ -18,7 +18,6 @@ from meshwright.base.processes import usable_cores
 from meshwright.cli.main import app
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import Registry
-from meshwright.testing import pool
 from meshwright_diagnose import plugin as doctor_command
 from meshwright_diagnose.doctor import checks as directory
 from meshwright_diagnose.doctor import examine
@@ -35,6 +34,7 @@ from meshwright_diagnose.doctor.checks import (
     setting_findings,
     version_findings,
 )
+from meshwright_testing import pool
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

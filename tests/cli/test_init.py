@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
-from meshwright.testing.models import tiny_model
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.first_run import answers
 from meshwright_run.first_run.answers import Answers, Machine, known_of
 from meshwright_run.first_run.text import TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
+from meshwright_testing.models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "What is 2?"}, {"role": "assistant", "content": "Two, or so it is said."}]

@@ -7,11 +7,12 @@ import torch
 from support.tiers import mostly_slow
 
 from meshwright import BatchError, ModelError
-from meshwright.testing import Case, Outcome, conformance, pool
-from meshwright.testing.case import share
-from meshwright.testing.cells import register
-from meshwright.testing.parity import build_manager, difference, train_case
-from meshwright.testing.tasks import preference, with_columns
+from meshwright.testing import Case, Outcome
+from meshwright_testing import conformance, pool
+from meshwright_testing.case import share
+from meshwright_testing.cells import register
+from meshwright_testing.parity import build_manager, difference, train_case
+from meshwright_testing.tasks import preference, with_columns
 
 
 def _trained(case: Case, ranks: int) -> Outcome:

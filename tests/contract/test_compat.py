@@ -39,10 +39,10 @@ from meshwright._compat.torch import (
 )
 from meshwright.files.versions import oldest_torch
 from meshwright.tensors.state import whole_tensor
-from meshwright.testing import pool
-from meshwright.testing.pool import GROUP_TIMEOUT_S
 from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright_plan._compat import Fakes, handed_on, in_backward
+from meshwright_testing import pool
+from meshwright_testing.pool import GROUP_TIMEOUT_S
 
 
 def _names_of_threads() -> set[str]:

@@ -17,13 +17,14 @@ from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.base.types import Batch
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
 from meshwright.train.loop.fit import fit
 from meshwright.train.loop.options import Loop
 from meshwright_run.run_file import ScheduleConfig
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
 OFFLOADED = {"offload_policy": {"pin_memory": False}}

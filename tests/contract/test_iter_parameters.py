@@ -22,9 +22,10 @@ from torch import Tensor
 
 from meshwright import ConfigError, Mesh, MeshSizes, RankError, StrategyError, open_world, resolve
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 BUCKET, ALL_AT_ONCE = 30_000, 1 << 40
 """Smaller than an embedding, larger than most others of the cases; and larger than all together."""

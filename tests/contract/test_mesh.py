@@ -14,7 +14,7 @@ from cluster.starts import free_port
 
 from meshwright import Mesh, MeshError, MeshSizes, open_world
 from meshwright.base.errors import BatchError, ConfigError, DataError
-from meshwright.testing import pool
+from meshwright_testing import pool
 
 
 def _mesh(sizes: dict[str, Any]) -> Mesh:

@@ -227,7 +227,7 @@ def test_distributions_bring_their_types_and_licence(core):
 # -- what they import
 
 SOURCES = {"core/meshwright": ROOT, **{f"plugins/{path.name}/src": path for path in PLUGINS}}
-OF_TESTS = {"pytest": "core/meshwright/testing/cells.py"}
+OF_TESTS = {"pytest": "plugins/testing/src/meshwright_testing/cells.py"}
 """Imported where tests are made for authors of strategies."""
 
 

@@ -10,9 +10,10 @@ import torch
 from support.tiers import mostly_slow
 
 from meshwright import StrategyError
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights, reference, train_steps
+from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, full_weights, reference, train_steps
 
 LAYOUTS = [("single", 1, {}), ("ddp", 2, {}), ("fsdp2", 3, {}), ("fsdp2", 4, {"dp_replicate_size": 2})]
 CASE = Case(tied=True)

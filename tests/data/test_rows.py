@@ -21,13 +21,14 @@ from torch import Tensor
 from meshwright import BatchError, count_tokens
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.types import IGNORED_LABEL, Batch
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights
+from meshwright.testing import Case
 from meshwright_run.data.documents import Documents
 from meshwright_run.data.feed import Feed, Place, RunRows, eval_microbatches
 from meshwright_run.data.order import BLOCK, DataOrder, Mixture
 from meshwright_run.data.packing import LEAST, best_fit, cached_best_fit
 from meshwright_run.data.rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, full_weights
 
 EXAMPLES = settings(deadline=None, max_examples=80)
 lengths_of = st.lists(st.integers(0, 12), max_size=60)

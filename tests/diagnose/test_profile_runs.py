@@ -19,15 +19,16 @@ from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
 from meshwright._compat.torch import is_profiled, marked
 from meshwright.base.types import Batch
 from meshwright.strategy.registry import get_registry
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
 from meshwright_run.preflight import plan_run
 from meshwright_run.profile._compat import flight_records, quieten_kineto, seen_by
 from meshwright_run.profile.recording import NOTHING, FaultFiles, Sampler, activities, spans_of, warm_up
 from meshwright_run.profile.summary import load_summary
 from meshwright_run.profile.trace import exposed_communication, read_trace
 from meshwright_run.run_file import load_run
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager
 
 PARTS = {"data", "forward_backward", "clip", "read", "optimizer"}
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from meshwright.testing.pool import pool
 from meshwright.tracing.collectives import Collective
+from meshwright_testing.pool import pool
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

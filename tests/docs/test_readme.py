@@ -17,11 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshwright import get_registry
-from meshwright.testing import Case, pool
-from meshwright.testing.case import Outcome, share
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, difference, reference, train_case
+from meshwright.testing import Case
 from meshwright_run.data.tokenizer import train_tokenizer
+from meshwright_testing import pool
+from meshwright_testing.case import Outcome, share
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager, difference, reference, train_case
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.testing import pool
+from meshwright_testing import pool
 
 RECORDED = Path(__file__).parent / "recorded.json"
 IGNORED = -100

@@ -26,7 +26,7 @@ from typing import Any
 from ranks import prepare
 from tried import backend_that_works
 
-from meshwright.testing import conformance, pool
+from meshwright_testing import conformance, pool
 
 STRATEGIES = ("fsdp2", "ddp")
 NCCL_OVER_SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}

@@ -21,8 +21,9 @@ from meshwright.base.processes import SETTINGS, prefer_expandable_segments, uses
 from meshwright.cli import main as command_line
 from meshwright.files.versions import check_torch, oldest_torch
 from meshwright.launch.open_world import find_device, missing_driver
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, train_steps
 
 OLD = "2.1.0+cu118"
 

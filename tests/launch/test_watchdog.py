@@ -23,13 +23,14 @@ from support.served import served
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
 from meshwright._compat.torch import group_timeout, live_groups
 from meshwright.checkpoint.saving import own_group
-from meshwright.testing import Case, pool
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import train_steps
-from meshwright.testing.pool import GROUP_TIMEOUT_S
-from meshwright.testing.zoo import zoo_config
+from meshwright.testing import Case
 from meshwright_run.report import read_metrics
 from meshwright_run.run_file import OptimizerConfig, load_run
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import train_steps
+from meshwright_testing.pool import GROUP_TIMEOUT_S
+from meshwright_testing.zoo import zoo_config
 
 TARGETS = hang_targets.__file__
 TIMEOUT_S = 8.0

@@ -29,11 +29,12 @@ from meshwright.model.operators import COMMUNICATION, Operator, Profile
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.tokens import token_loss_sum
 from meshwright.tensors.ops import tensors_in
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model, case_vocab
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright.tracing.observe import Observer
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.models import case_model, case_vocab
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 LARGE = 1e3
 """A budget in which everything is held [GB]."""

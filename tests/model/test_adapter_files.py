@@ -29,10 +29,11 @@ from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.cli import main as cli
 from meshwright.model.adapter import BASE_FILE, fingerprint_of
 from meshwright.model.merge import Merging
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import full_weights, train_steps
+from meshwright.testing import Case
 from meshwright.train.from_pretrained import Wanted, opened
+from meshwright_testing import pool
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import full_weights, train_steps
 
 LORA = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {

@@ -22,9 +22,9 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.cli import main as cli
 from meshwright.model.adapter import read_base
-from meshwright.testing import pool
 from meshwright_run.preflight import plan_run
 from meshwright_run.run_file import load_run
+from meshwright_testing import pool
 
 PEFT: dict[str, Any] = {"type": "lora", "r": 2, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}
 

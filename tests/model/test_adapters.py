@@ -34,9 +34,10 @@ from meshwright.model.adapter import with_adapter
 from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import open_pretrained
 from meshwright.model.weights import fill, materialize
-from meshwright.testing import Case, pool
-from meshwright.testing.models import adapted_model, case_model
-from meshwright.testing.parity import difference, reference, train_case
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.models import adapted_model, case_model
+from meshwright_testing.parity import difference, reference, train_case
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")

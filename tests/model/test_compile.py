@@ -12,7 +12,7 @@ from meshwright.base.errors import ModelError, StrategyError
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import check_compiler, checkpoint_blocks, compile_blocks
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing.models import tiny_model
+from meshwright_testing.models import tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,10 @@ from meshwright.checkpoint import export as module
 from meshwright.checkpoint import export_checkpoint
 from meshwright.cli import main as cli
 from meshwright.model.model_files import kept_files, note_files, without_replaced
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model, case_reason, known_models
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.models import case_model, case_reason, known_models
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
     "fsdp2": ("fsdp2", 3, {}),

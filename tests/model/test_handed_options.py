@@ -8,8 +8,9 @@ import pytest
 from support.tiers import mostly_slow
 
 from meshwright import MeshwrightError
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case, assert_parity
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, train_steps
 
 HALF = Case(dtype="bfloat16", steps=3)
 

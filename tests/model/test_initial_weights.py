@@ -20,11 +20,12 @@ from meshwright.model.drawn_weights import DeferredModel
 from meshwright.model.pretrained import new_model_on_meta
 from meshwright.model.random_tiles import Fill, Grid, Recipe
 from meshwright.model.weights import fill, materialize
-from meshwright.testing import Case, pool
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import full_weights, train_steps
-from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig, load_run
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import full_weights, train_steps
+from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
 
 # Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
 # rescaled projections, submodels.

@@ -21,11 +21,12 @@ from meshwright import ConfigError, ModelError, open_world
 from meshwright.base.validation import validated
 from meshwright.model.pretrained import open_pretrained
 from meshwright.strategy.registry import get_strategy
-from meshwright.testing import Case, pool
-from meshwright.testing.case import TOLERANCE, Outcome
-from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import difference, full_weights, reference, train_steps
-from meshwright.testing.zoo import compute_in_float64, zoo_config, zoo_model, zoo_reason, zoo_types
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, Outcome
+from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.parity import difference, full_weights, reference, train_steps
+from meshwright_testing.zoo import compute_in_float64, zoo_config, zoo_model, zoo_reason, zoo_types
 
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright._compat.torch import GLOO_THREAD
-from meshwright.testing.pool import pool
 from meshwright_plan.meter import StepMeter
+from meshwright_testing.pool import pool
 
 MB = 2**20
 

@@ -23,8 +23,8 @@ from meshwright.model.configuration import config_from_mapping, model_config
 from meshwright.model.layout import ModelSize
 from meshwright.model.pretrained import build_model, dtype_of
 from meshwright.model.weights import fill, materialize
-from meshwright.testing import pool
 from meshwright_run.model_trial import check_memory, try_model
+from meshwright_testing import pool
 
 GPT2 = {"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "n_positions": 32}
 

@@ -28,11 +28,12 @@ from meshwright.cli import main as cli
 from meshwright.model.adapter import read_base
 from meshwright.model.configuration import config_from_directory, digest_of_code
 from meshwright.model.pretrained import find_directory
-from meshwright.testing import Case, pool
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import train_steps
+from meshwright.testing import Case
 from meshwright_run.preflight import plan_run
 from meshwright_run.run_file import load_run
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import train_steps
 
 COMMIT, LATER = "a" * 40, "b" * 40
 

@@ -26,8 +26,8 @@ from meshwright.model.model_files import Held, open_directory, rectangle
 from meshwright.model.pretrained import PretrainedWeights, open_pretrained
 from meshwright.model.recorded import Call, Recorded, read_whole
 from meshwright.model.weights import fill, materialize
-from meshwright.testing.models import tiny_model
-from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
+from meshwright_testing.models import tiny_model
+from meshwright_testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
 
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 

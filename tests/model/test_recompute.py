@@ -16,9 +16,10 @@ from meshwright.model.activation_options import ActivationOptions
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blocks
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model, case_vocab, tiny_model
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.models import case_model, case_vocab, tiny_model
+from meshwright_testing.parity import build_manager, train_steps
 
 BLOCKS = 3
 LINEARS = 7

@@ -12,9 +12,9 @@ from meshwright import ConfigError, Tokens, count_tokens
 from meshwright.base.types import Batch
 from meshwright.step.objective import Given, tried
 from meshwright.step.tokens import Sequences
-from meshwright.testing.case import Case, share
-from meshwright.testing.parity import build_manager
-from meshwright.testing.pool import pool
+from meshwright_testing.case import Case, share
+from meshwright_testing.parity import build_manager
+from meshwright_testing.pool import pool
 
 
 class _Counted:

@@ -12,9 +12,9 @@ from torch import Tensor
 from meshwright import BatchError, MeshwrightError, count_tokens
 from meshwright.base.types import Batch
 from meshwright.step.tokens import Tokens
-from meshwright.testing.case import Case, share
-from meshwright.testing.parity import build_manager, full_weights
-from meshwright.testing.pool import pool
+from meshwright_testing.case import Case, share
+from meshwright_testing.parity import build_manager, full_weights
+from meshwright_testing.pool import pool
 
 
 def _weighted(tokens: Tokens, batch: Batch) -> Tensor:

@@ -23,9 +23,10 @@ from support.objective_layouts import (
 )
 
 from meshwright import ConfigError
-from meshwright.testing import Case, Outcome, pool
-from meshwright.testing.case import TOLERANCE
-from meshwright.testing.parity import difference
+from meshwright.testing import Case, Outcome
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE
+from meshwright_testing.parity import difference
 
 
 @functools.cache

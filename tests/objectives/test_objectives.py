@@ -25,11 +25,11 @@ from meshwright.objectives.base import Columns
 from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
-from meshwright.testing import pool
-from meshwright.testing.models import tiny_model
 from meshwright_objectives import CrossEntropy, previous_tokens
 from meshwright_objectives import plugin as objectives_plugin
 from meshwright_objectives.functions import log1mexp
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
 
 CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 import meshwright as mw
 from meshwright.objectives import get_objective
-from meshwright.testing import pool
-from meshwright.testing.models import tiny_model
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 RATE = 0.5

@@ -28,12 +28,13 @@ from meshwright.optim.config import EMAConfig
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Sharded, tensor_pieces
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright.train.loop.ema import EMA
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 EXACT = 1e-12
 CASE = Case(

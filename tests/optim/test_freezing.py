@@ -12,10 +12,11 @@ from support.tiers import mostly_slow
 from torch import Tensor, nn
 
 from meshwright import OptimizerConfig, StrategyError, StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
 

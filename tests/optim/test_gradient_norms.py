@@ -17,11 +17,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright import ConfigError, Loop, StrategyError, StrategyManager, count_tokens, fit
 from meshwright.model.layout import in_order
 from meshwright.tensors.norms import check_clip, each_norm, scale_to_norm, squares_by_part, total_grad_norm
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, train_steps
-from meshwright.testing.tasks import FoundNorms, norms_reference, train_by_block
+from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager, train_steps
+from meshwright_testing.tasks import FoundNorms, norms_reference, train_by_block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 

@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from meshwright.base.errors import ConfigError
 from meshwright.optim.build import build_scheduler, can_fuse, fused_where_it_pays, optimizer_factory, try_optimization
 from meshwright.optim.groups import known_without_model, what_is_trained
-from meshwright.testing.models import tiny_model
-from meshwright.testing.pool import pool
-from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
+from meshwright_testing.models import tiny_model
+from meshwright_testing.pool import pool
+from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
 
 
 def named() -> list[tuple[str, nn.Parameter]]:

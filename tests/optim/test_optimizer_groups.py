@@ -31,11 +31,12 @@ from meshwright.launch.open_world import open_world
 from meshwright.optim.build import optimizer_factory, try_optimization
 from meshwright.optim.groups import Optimizers, Trained, group_numbers, what_is_trained
 from meshwright.plugin import ScheduleConfig
-from meshwright.testing import Case, pool
-from meshwright.testing.case import TOLERANCE, Outcome, share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import difference, train_case
-from meshwright.testing.tasks import Part, train_resumed, wrong_rates
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, Outcome, share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import difference, train_case
+from meshwright_testing.tasks import Part, train_resumed, wrong_rates
 
 MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
 EMBEDDING: dict[str, Any] = {"match": ["*embed*"], "lr": 5e-3, "weight_decay": 0.3, "options": {"eps": 1e-6}}

@@ -21,10 +21,10 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.launch.open_world import open_world
 from meshwright.optim.trial import check_optimizer
 from meshwright.tensors.state import DTENSORS
-from meshwright.testing.case import TOLERANCE, Case, Outcome
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import difference, full_weights, train_steps
-from meshwright.testing.pool import pool
+from meshwright_testing.case import TOLERANCE, Case, Outcome
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import difference, full_weights, train_steps
+from meshwright_testing.pool import pool
 
 CASE = Case(sequences=4, steps=3)
 

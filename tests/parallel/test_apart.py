@@ -11,10 +11,11 @@ from support.told import told
 from torch import Tensor
 
 from meshwright.base.types import Batch
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager
-from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright.testing import Case
 from meshwright_run.model_trial import check_kept_apart, try_rows
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager
+from meshwright_testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 SLOW = pytest.mark.slow
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]

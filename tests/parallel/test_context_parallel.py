@@ -20,10 +20,11 @@ from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.context.attention import divided, local_part, put_together
 from meshwright.step.tokens import split_targets, target_loss_sum, token_loss_sum
 from meshwright.strategy.registry import model_layout
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import TOLERANCE, share
-from meshwright.testing.models import case_vocab, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case, assert_parity
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, share
+from meshwright_testing.models import case_vocab, tiny_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
 ULYSSES, SP = {"cp_attention": "ulysses"}, {"sequence_parallel": True}

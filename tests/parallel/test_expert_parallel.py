@@ -26,12 +26,13 @@ from meshwright import (
 )
 from meshwright.parallel.expert import check_expert_parallel, find_experts
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import Outcome
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, difference, full_weights, train_steps
-from meshwright.testing.zoo import zoo_config
+from meshwright.testing import Case, assert_parity
 from meshwright.tracing.observe import Observer
+from meshwright_testing import pool
+from meshwright_testing.case import Outcome
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager, difference, full_weights, train_steps
+from meshwright_testing.zoo import zoo_config
 
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
 SLOW = pytest.mark.slow

@@ -10,7 +10,7 @@ from meshwright import ModelLayout, StrategyError
 from meshwright.model.forward_order import Layer, WeightGradients, put_around
 from meshwright.model.recompute import checkpoint_blocks, compile_blocks
 from meshwright.strategy.registry import model_layout
-from meshwright.testing.models import tiny_model
+from meshwright_testing.models import tiny_model
 
 
 def _noting(name, calls):

@@ -25,12 +25,13 @@ from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.step.lm_head import RowHead
 from meshwright.step.tokens import targets
-from meshwright.testing import Case, Cell, pool
-from meshwright.testing.case import global_batch, share
-from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case, Cell
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.case import global_batch, share
+from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 TP2 = {"tp_size": 2}
 SLOW = pytest.mark.slow

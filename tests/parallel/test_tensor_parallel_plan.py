@@ -39,10 +39,11 @@ from meshwright.parallel.tensor import plan as plan_module
 from meshwright.parallel.tensor.module_styles import Plan
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.strategy.registry import Registry, model_layout
-from meshwright.testing import Case, pool
-from meshwright.testing.models import TINY, case_model, tiny_model
-from meshwright.testing.parity import difference
+from meshwright.testing import Case
 from meshwright.tracing.collectives import measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.models import TINY, case_model, tiny_model
+from meshwright_testing.parity import difference
 
 SLOW = pytest.mark.slow
 GATE = "model.layers.*.mlp.gate_proj"

@@ -19,10 +19,11 @@ from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.sequence_stream import find_parts
 from meshwright.step.agreement import Terms, agree
 from meshwright.strategy.registry import Registry, model_layout
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 BLOCK = "model.layers.*"
 ATTENTION = {f"{BLOCK}.self_attn.{name}_proj": "colwise" for name in "qkv"} | {f"{BLOCK}.self_attn.o_proj": "rowwise"}

@@ -24,8 +24,8 @@ from meshwright.parallel.tensor.collectives import (
 )
 from meshwright.step.rows import Rows, token_loss
 from meshwright.step.tokens import targets, token_loss_sum
-from meshwright.testing import pool
 from meshwright.tracing.collectives import measure_collectives
+from meshwright_testing import pool
 
 
 def test_chunks_are_those_of_torch() -> None:

@@ -22,7 +22,6 @@ from meshwright.checkpoint.values import RANDOM
 from meshwright.files.commands import uncollected
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
-from meshwright.testing.pool import pool
 from meshwright_plan.config import PlanConfig, find_device
 from meshwright_plan.fleet import advice
 from meshwright_plan.fleet.advice import (
@@ -38,6 +37,7 @@ from meshwright_plan.fleet.advice import (
 from meshwright_plan.fleet.fleet import HOUR
 from meshwright_plan.planned import job_of, plan
 from meshwright_run.run_file import RunConfig
+from meshwright_testing.pool import pool
 
 RATE = PlanConfig().failures_per_rank_hour
 STEP_S, RANKS = 5.0, 128

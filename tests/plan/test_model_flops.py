@@ -16,14 +16,15 @@ from meshwright import Loop, MeshSizes, StepResult, fit
 from meshwright.objectives import get_objective
 from meshwright.optim.build import optimizer_factory
 from meshwright.strategy.stack import resolve
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
 from meshwright.train.loop.extension import Flops
 from meshwright_plan.planned import ModelFlops, model_flops
 from meshwright_plan.trace import Job
 from meshwright_run.report import describe
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager
 
 S = 48  # Tokens of a row
 WIDTH, LAYERS, VOCAB = 64, 3, 320

@@ -20,7 +20,6 @@ from meshwright._compat.torch import all_to_all, compiles_attention_in_float64
 from meshwright.cli.main import app
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.testing.pool import pool
 from meshwright_plan import planned as planned_module
 from meshwright_plan import stages
 from meshwright_plan.config import find_device
@@ -28,6 +27,7 @@ from meshwright_plan.depth import Point, Report, at_full_size
 from meshwright_plan.planned import plan, representatives
 from meshwright_plan.trace import Job, Trace, traces
 from meshwright_plan.world import choices, planned_world
+from meshwright_testing.pool import pool
 
 ROOT = Path(__file__).parents[2]
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}

@@ -12,7 +12,7 @@ from support.measures import Counting
 from torch import nn
 
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.testing.models import tiny_model
+from meshwright_testing.models import tiny_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -18,10 +18,10 @@ from support.commands import LAUNCHER_VARIABLES, write_run
 
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
-from meshwright.testing import pool
 from meshwright_run.journal import TimelineLog, timeline_logs
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
+from meshwright_testing import pool
 from meshwright_watch import answers as timelines
 
 

@@ -28,7 +28,6 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.processes import identity_of
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, sealed, verify
 from meshwright.checkpoint.places import DEFAULT
-from meshwright.testing import pool
 from meshwright_replicate import keepers, wire
 from meshwright_replicate.copier import Copier, Rooms
 from meshwright_replicate.keeper import Keeper
@@ -38,6 +37,7 @@ from meshwright_run.fate import check_restarts
 from meshwright_run.run_file import RunConfig
 from meshwright_run.run_sections import CheckpointConfig
 from meshwright_run.start import rank_counts
+from meshwright_testing import pool
 
 TOKEN = "a token"
 

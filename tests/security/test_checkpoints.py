@@ -28,10 +28,11 @@ from meshwright.checkpoint.directory import best_of
 from meshwright.checkpoint.index import StoredTensor
 from meshwright.checkpoint.manifest import MANIFEST, Chunks, StoredFile, open_verified, read_manifest
 from meshwright.checkpoint.places import Access, Key, LocalFolder
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case
 from meshwright.train.loop.monitors import BAD_STEPS, BadStepConfig, BadSteps, EarlyStopping, Watch
 from meshwright_run.resume import Source
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, train_steps
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 SECRET = b"a secret of 32 bytes and a few more"

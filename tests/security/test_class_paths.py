@@ -62,7 +62,7 @@ DANGEROUS = """
     transformers.models.deprecated.transfo_xl.tokenization_transfo_xl.TransfoXLTokenizer
     transformers.testing_utils.CaptureStd meshwright.launch.store.Listener meshwright_replicate.keeper.Keeper
     meshwright.checkpoint.remote.RemotePlace meshwright.files.class_paths.allow_imports
-    meshwright.testing.cells.Cell subprocess.Popen os.system builtins.exec ctypes.CDLL importlib.import_module
+    meshwright_testing.cells.Cell subprocess.Popen os.system builtins.exec ctypes.CDLL importlib.import_module
 """.strip().split()
 
 

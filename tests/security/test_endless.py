@@ -21,7 +21,6 @@ from meshwright.checkpoint.places import read_key
 from meshwright.files.parsing import read_regular, time_limit
 from meshwright.model.adapter import with_adapter
 from meshwright.model.configuration import digest_of_code
-from meshwright.testing.models import tiny_model
 from meshwright_run.data import chat_template
 from meshwright_run.data.chat_template import ChatTemplate, read_chat_template
 from meshwright_run.data.conversations import Conversation
@@ -31,6 +30,7 @@ from meshwright_run.data.progress import Meter
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.journal import id_of
 from meshwright_run.start import _last_step
+from meshwright_testing.models import tiny_model
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PATTERN = r"(\w+|\.)*(\w|\.)*(\w|\.)*!"

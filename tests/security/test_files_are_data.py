@@ -118,7 +118,7 @@ def _drive(cases: str, results: str) -> None:
     # What most commands import; each fork would do it anew.
     for module in (
         "meshwright_run.run_rank",
-        "meshwright.checkpoint.verifying",
+        "meshwright_run.verifying",
         "meshwright_pipeline.show",
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.tokenization_auto",

@@ -13,10 +13,11 @@ from support.told import told
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, optimizer_factory
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, pool
-from meshwright.testing.case import global_batch, share
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import global_batch, share
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager
 
 
 def _each(**changes: Any) -> Callable[[list[Any]], list[Any]]:

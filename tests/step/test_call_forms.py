@@ -17,15 +17,16 @@ import meshwright as mw
 import meshwright_fsdp2.forward
 import meshwright_megatron_fsdp
 from meshwright import Degrees, Mesh, MeshSizes, ModelError, StrategyError, open_world, optimizer_factory
-from meshwright.testing import Case, pool
-from meshwright.testing.case import TOLERANCE, Outcome
-from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import difference, full_weights, reference, train_steps
+from meshwright.testing import Case
 from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
 from meshwright_ddp.bucketed import BucketedDataParallel
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_pipeline import PipelineConfig, PipelineManager
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, Outcome
+from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.parity import difference, full_weights, reference, train_steps
 
 CASE = Case()
 ROOT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

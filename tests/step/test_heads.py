@@ -30,12 +30,13 @@ from meshwright.checkpoint import export_checkpoint
 from meshwright.objectives import get_objective
 from meshwright.step.tokens import Outputs, Tokens, targets
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, Outcome, pool
-from meshwright.testing.case import TOLERANCE, share
-from meshwright.testing.cells import register
-from meshwright.testing.models import TINY
-from meshwright.testing.parity import difference, full_weights
-from meshwright.testing.zoo import compute_in_float64
+from meshwright.testing import Case, Outcome
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, share
+from meshwright_testing.cells import register
+from meshwright_testing.models import TINY
+from meshwright_testing.parity import difference, full_weights
+from meshwright_testing.zoo import compute_in_float64
 
 PAD, VOCAB = 130, 131
 SIZES: dict[str, dict[str, Any]] = {

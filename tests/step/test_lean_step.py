@@ -13,10 +13,11 @@ from support.measures import count_reads
 from support.tiers import mostly_slow
 
 from meshwright import BatchError, count_tokens, open_world
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager
 
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}
 NAN = {"report_nan_in_param_grad": True, "check_for_nan_in_grad": True}

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, pad
 from meshwright import OptimizerConfig
 from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.step.agreement import count_tokens
-from meshwright.testing.models import tiny_model
-from meshwright.testing.pool import pool
+from meshwright_testing.models import tiny_model
+from meshwright_testing.pool import pool
 
 ORIGINAL = 12
 ROPES: dict[str, dict[str, Any]] = {

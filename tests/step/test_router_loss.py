@@ -18,10 +18,11 @@ from torch import nn
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world, resolve
 from meshwright.base.types import IGNORED_LABEL, Batch
-from meshwright.testing import Case, pool
-from meshwright.testing.case import TOLERANCE, Outcome, share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import difference, full_weights
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE, Outcome, share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import difference, full_weights
 
 CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16)
 COEFFICIENT = 0.3

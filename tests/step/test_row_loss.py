@@ -22,11 +22,12 @@ from meshwright.step.forward_options import forward_options
 from meshwright.step.lm_head import RowHead
 from meshwright.step.tokens import target_loss_sum
 from meshwright.tensors.ops import tensors_in
-from meshwright.testing import Case, Outcome, pool
-from meshwright.testing.models import case_vocab
-from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
-from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright.testing import Case, Outcome
 from meshwright.tracing.observe import Observer
+from meshwright_testing import pool
+from meshwright_testing.models import case_vocab
+from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
+from meshwright_testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 CHUNK = 5
 FEW = 8

@@ -18,7 +18,7 @@ from meshwright import StrategyError
 from meshwright.base.types import TokenStatistic
 from meshwright.parallel.tensor.collectives import ShardedVocabulary, chunk_sizes
 from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
-from meshwright.testing import pool
+from meshwright_testing import pool
 
 N, H, V = 23, 6, 19
 STATISTICS: tuple[TokenStatistic, ...] = get_args(TokenStatistic)

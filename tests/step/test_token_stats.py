@@ -15,8 +15,9 @@ from torch import Tensor
 
 from meshwright.base.types import IGNORED_LABEL, Batch, TokenStatistic
 from meshwright.step.tokens import targets
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model, case_vocab
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.models import case_model, case_vocab
 
 NAMES: tuple[TokenStatistic, ...] = get_args(TokenStatistic)
 WITHIN = 1e-12

@@ -16,11 +16,11 @@ from meshwright.model.pretrained import open_pretrained
 from meshwright.optim.build import optimizer_factory
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case
-from meshwright.testing.case import share
-from meshwright.testing.models import adapted_model, case_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing.case import share
+from meshwright_testing.models import adapted_model, case_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 R = {"r": 4, "lora_alpha": 8}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

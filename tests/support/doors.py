@@ -25,8 +25,8 @@ from meshwright.base.errors import ModelError
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.optim.build import OptimizerConfig, optimizer_factory
-from meshwright.testing.zoo import zoo_model
 from meshwright_run.run_rank import run_rank
+from meshwright_testing.zoo import zoo_model
 
 TIES = ("plain", "tied", "contradicting")
 BESIDE = {

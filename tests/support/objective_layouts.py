@@ -19,8 +19,8 @@ from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.objectives import get_objective
 from meshwright.step.tokens import Tokens, targets
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing.case import Case, Outcome, global_batch
-from meshwright.testing.parity import build_manager, full_weights
+from meshwright_testing.case import Case, Outcome, global_batch
+from meshwright_testing.parity import build_manager, full_weights
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from support.runs import KillAfter, Killed
 from torch import nn
 
 from meshwright.strategy.registry import get_registry
-from meshwright.testing import pool
 from meshwright_diagnose.replay.order import Order
 from meshwright_diagnose.replay.start import Replayed, replay, replay_rank
 from meshwright_run import assembly
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
+from meshwright_testing import pool
 
 STEPS = 6
 

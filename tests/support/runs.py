@@ -18,10 +18,10 @@ from meshwright.checkpoint.manifest import steps_in
 from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright.testing import pool
 from meshwright_run.report import MEASURED
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
+from meshwright_testing import pool
 
 STEPS, EVERY, TOLERANCE = 8, 2, 1e-9
 

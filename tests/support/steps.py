@@ -10,9 +10,9 @@ from torch import Tensor
 
 from meshwright import MeshwrightError, count_tokens
 from meshwright.testing import Case
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, train_steps
 from meshwright.tracing.collectives import Traffic, count_collectives, measure_collectives
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager, train_steps
 
 
 def gradient_step(manager: Any, case: Case, index: int = 0) -> Callable[[], Tensor]:

@@ -22,10 +22,10 @@ from meshwright.strategy.registry import get_registry
 from meshwright.tensors.norms import Groups
 from meshwright.tensors.pieces import Piece
 from meshwright.tensors.state import Parts
-from meshwright.testing.case import Case, Outcome
-from meshwright.testing.models import TINY
-from meshwright.testing.parity import difference, train_case
-from meshwright.testing.pool import pool
+from meshwright_testing.case import Case, Outcome
+from meshwright_testing.models import TINY
+from meshwright_testing.parity import difference, train_case
+from meshwright_testing.pool import pool
 
 
 class TensorOnlyConfig(StrategyConfig):

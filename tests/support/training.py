@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing.case import Case, global_batch, share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright_testing.case import Case, global_batch, share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 
 def training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[], float]:

@@ -11,8 +11,8 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright.testing import pool
 from meshwright.tracing.collectives import Collective, Traffic, measure_collectives
+from meshwright_testing import pool
 
 
 def _plain(traffic: Traffic) -> list[tuple[str, int, torch.dtype, int]]:

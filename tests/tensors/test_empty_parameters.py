@@ -13,10 +13,10 @@ from transformers import LlamaForCausalLM
 
 import meshwright as mw
 from meshwright import ModelError, load_run
-from meshwright.testing import pool
-from meshwright.testing.models import tiny_model
 from meshwright_fsdp2 import fsdp2_strategy_parallelize
 from meshwright_run.preflight import plan_run
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
 
 TOLD = r"layers.0.mlp.gate_proj.weight is to be trained, but its shape \(0, \d+\) has no elements\. Change the size"
 

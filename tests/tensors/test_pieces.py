@@ -17,9 +17,9 @@ from meshwright import open_world
 from meshwright._compat.torch import packed_shard
 from meshwright.model.weights import Weights
 from meshwright.tensors.pieces import Piece, pieces_within, stretch_pieces, tensor_pieces
-from meshwright.testing import pool
-from meshwright.testing.case import Case
-from meshwright.testing.parity import build_manager
+from meshwright_testing import pool
+from meshwright_testing.case import Case
+from meshwright_testing.parity import build_manager
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 

@@ -18,9 +18,9 @@ from meshwright.optim.build import optimizer_factory
 from meshwright.parallel.expert import find_experts
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
-from meshwright.testing import pool
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
 
 SLOW = pytest.mark.slow
 WIDTH = 4

@@ -13,10 +13,11 @@ from support.kinds import DIFFERENT_IN_KIND
 from typer.testing import CliRunner
 
 from meshwright import ConfigError, MeshError, UnknownStrategyError
-from meshwright.cli.check_report import as_table, reasons, run_cells, summary
 from meshwright.cli.main import app
 from meshwright.mesh.sizes import CLAIMABLE_AXES
-from meshwright.testing import Cell, Result, conformance
+from meshwright.testing import Cell, Result
+from meshwright_testing import conformance
+from meshwright_testing.check_report import as_table, reasons, run_cells, summary
 
 STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp", "pipeline"]
 SMALLEST = {f"{axis}=2" for axis in CLAIMABLE_AXES}

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from meshwright.optim.config import OptimizerConfig
-from meshwright.testing import Case, assert_parity, compare, pool
-from meshwright.testing.case import Outcome, global_batch, share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import (
+from meshwright.testing import Case, assert_parity, compare
+from meshwright_testing import pool
+from meshwright_testing.case import Outcome, global_batch, share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import (
     build_manager,
     difference,
     full_weights,

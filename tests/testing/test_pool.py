@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright import RankError
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, train_case
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, train_case
 
 
 def _on_rank_1(what: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing.zoo import tiny_config, zoo_config, zoo_data, zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright_testing.zoo import tiny_config, zoo_config, zoo_data, zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 TOLERANCE = 1e-12

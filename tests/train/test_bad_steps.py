@@ -28,11 +28,12 @@ from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_with_optimizer, full_weights
+from meshwright.testing import Case
 from meshwright.train.loop.monitors import LEAST_KNOWN, BadSteps, deviations_above
 from meshwright_run.report import as_record, read_metrics
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_with_optimizer, full_weights
 
 CASE = Case(microbatches=2, sequences=16)
 POISON = 130

@@ -39,12 +39,13 @@ from meshwright.checkpoint.manifest import steps_in
 from meshwright.checkpoint.values import decoded, plain
 from meshwright.events.step import MEASURED
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights
+from meshwright.testing import Case
 from meshwright.train.loop import fit as loop_fit
 from meshwright.train.loop.batches import PassEnds, Passes
 from meshwright.train.loop.monitors import Watch
 from meshwright.train.loop.options import told_of
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, full_weights
 
 ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, VOCAB = 12, 8, 131

@@ -27,7 +27,6 @@ from meshwright.events.run import Evaluation, Fault, RunInfo, RunSummary, SavedC
 from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
-from meshwright.testing import pool
 from meshwright.train.loop.step import Stopwatch
 from meshwright_run.journal import RankLog, id_of
 from meshwright_run.observers import chosen, list_trackers
@@ -36,6 +35,7 @@ from meshwright_run.report import Curve
 from meshwright_run.run_directory import CURVE, EVENTS, METRICS, RunDirectory
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
+from meshwright_testing import pool
 
 ORDER = ["start", "step", "evaluation", "step", "checkpoint", "step", "evaluation", "step", "checkpoint", "end"]
 """Of four steps with an evaluation and a checkpoint after every second."""

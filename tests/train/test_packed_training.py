@@ -12,14 +12,15 @@ import torch
 
 from meshwright import count_tokens
 from meshwright.base.types import Batch
-from meshwright.testing import Case, pool
-from meshwright.testing.case import TOLERANCE
-from meshwright.testing.models import case_vocab
-from meshwright.testing.parity import build_manager, full_weights
+from meshwright.testing import Case
 from meshwright_run.data.documents import Documents
 from meshwright_run.data.feed import Feed, Place
 from meshwright_run.data.rows import make_rows
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.case import TOLERANCE
+from meshwright_testing.models import case_vocab
+from meshwright_testing.parity import build_manager, full_weights
 
 ARCHITECTURES = [
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "cohere2"),

@@ -19,10 +19,10 @@ from support.runs import Place
 
 from meshwright import open_world
 from meshwright.checkpoint import Checkpointer
-from meshwright.testing import pool
 from meshwright_run import run_rank as run
 from meshwright_run.preflight import plan_run, processes
 from meshwright_run.run_file import load_run
+from meshwright_testing import pool
 
 BASE: dict[str, Any] = {
     "steps": 4,

@@ -46,12 +46,13 @@ from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright.testing import Case
 from meshwright_run.data.tokenizing import Worker
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_run.run_sections import CheckpointConfig
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager, build_with_optimizer, full_weights
 
 STEPS = 60
 LAYOUT: dict[str, Any] = {

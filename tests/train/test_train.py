@@ -28,13 +28,14 @@ from meshwright import (
 from meshwright.events.step import MEASURED
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright.testing import Case
 from meshwright.train.loop.batches import step_seed
 from meshwright.train.loop.step import train_step
 from meshwright_run.report import Reporter, draw_loss_curve
 from meshwright_run.run_file import ScheduleConfig
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager, build_with_optimizer, full_weights
 
 STEPS = 6
 

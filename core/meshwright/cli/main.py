@@ -25,7 +25,6 @@ from ..files.commands import told
 from ..files.terminal import escape_messages, say
 from ..files.versions import check_torch
 from ..strategy.registry import Failure, Registry, get_registry, how_to_install
-from .check import check
 from .listing import strategies
 
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
@@ -35,6 +34,7 @@ COMMANDS_OF = {
     "cluster": "launch",
     "watch": "watch",
     "diagnose": "replay diff doctor profile",
+    "testing": "check",
 }
 """Commands of plugins of this project, by the extra that installs each."""
 ORDER = "train launch plan strategies check export schema watch replay diff init explain doctor checkpoint data profile"
@@ -156,8 +156,7 @@ def command_line() -> typer.Typer:
         pretty_exceptions_enable=False,
         callback=about,
     )
-    for command in (strategies, check):
-        app.command()(command)
+    app.command()(strategies)
     add_commands(app, get_registry())
     return app
 

@@ -14,10 +14,11 @@ import torch
 from transformers import get_scheduler
 
 from meshwright import OptimizerConfig, StrategyError, get_registry
-from meshwright.testing import Case, conformance, pool
-from meshwright.testing.case import Outcome
-from meshwright.testing.cells import register
-from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
+from meshwright.testing import Case
+from meshwright_testing import conformance, pool
+from meshwright_testing.case import Outcome
+from meshwright_testing.cells import register
+from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Worker ranks get this process's sys.path and import this module to find their tasks, so they see the plugin too.

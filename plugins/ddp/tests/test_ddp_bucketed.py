@@ -14,14 +14,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright import Mesh, MeshSizes, StrategyError, TrainingError, open_world
-from meshwright.testing import Case, Cell, assert_parity, conformance, pool
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case, Cell, assert_parity
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.bucketed import BucketedDataParallel
 from meshwright_ddp.collectives import Groups, Reduction, make_groups
 from meshwright_ddp.gradient_sync import LEARNED, GradientChecks
+from meshwright_testing import conformance, pool
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager, train_steps
 
 slow = pytest.mark.slow
 BUCKETED: dict[str, Any] = {"engine": "bucketed"}

@@ -14,10 +14,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, optimizer_factory, resolve
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import (
+from meshwright.testing import Case, assert_parity
+from meshwright_ddp import DDPConfig
+from meshwright_ddp.bucketed import BucketedDataParallel
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import (
     build_manager,
     difference,
     full_weights,
@@ -26,8 +29,6 @@ from meshwright.testing.parity import (
     train_part,
     train_steps,
 )
-from meshwright_ddp import DDPConfig
-from meshwright_ddp.bucketed import BucketedDataParallel
 
 slow = pytest.mark.slow
 BUCKETED: dict[str, Any] = {"engine": "bucketed"}

@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import Mesh, MeshError, MeshSizes, count_tokens, open_world, resolve
-from meshwright.testing import Case, assert_parity, count_collectives, pool
-from meshwright.testing.parity import build_manager, compare, train_steps
+from meshwright.testing import Case, assert_parity, count_collectives
 from meshwright.tracing.collectives import measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager, compare, train_steps
 
 slow = pytest.mark.slow
 NO_START = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2}

@@ -22,11 +22,12 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright.base.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError, TrainingError
-from meshwright.testing import Case, pool
-from meshwright.testing.case import Outcome, share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import difference, full_weights, reference
+from meshwright.testing import Case
 from meshwright_fabric import MeshStrategy
+from meshwright_testing import pool
+from meshwright_testing.case import Outcome, share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import difference, full_weights, reference
 
 slow = pytest.mark.slow
 README = Path(__file__).parents[1] / "README.md"

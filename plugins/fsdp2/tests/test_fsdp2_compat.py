@@ -9,9 +9,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import modeling_flash_attention_utils as flash
 
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager
+from meshwright.testing import Case
 from meshwright_fsdp2._compat import _parameter_groups, add_up, held_after_forward, never_packed
+from meshwright_testing import pool
+from meshwright_testing.parity import build_manager
 
 
 def _infos() -> list[bool]:

@@ -19,11 +19,12 @@ from support.training import training_step
 from torch import nn
 
 from meshwright import open_world
-from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_fsdp2.sharding import HalfMessages
+from meshwright_testing import pool
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager, train_steps
 
 slow = pytest.mark.slow
 LAST_BLOCK = 2

@@ -18,10 +18,7 @@ import meshwright_fsdp2
 from meshwright import MeshwrightError, OptimizerConfig
 from meshwright.model import drawn_weights as deferred
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, pool
-from meshwright.testing.case import global_batch, share
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import reference
+from meshwright.testing import Case
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,
@@ -30,6 +27,10 @@ from meshwright_fsdp2 import (
     unshard_fsdp2_model,
 )
 from meshwright_fsdp2._compat import _parameter_groups
+from meshwright_testing import pool
+from meshwright_testing.case import global_batch, share
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import reference
 
 slow = pytest.mark.slow
 PLAIN = MixedPrecisionPolicy()

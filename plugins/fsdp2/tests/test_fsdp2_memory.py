@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
 from meshwright.optim.build import optimizer_factory
-from meshwright.testing import Case, pool
-from meshwright.testing.models import tiny_model
+from meshwright.testing import Case
+from meshwright_testing import pool
+from meshwright_testing.models import tiny_model
 
 BLOCKS = 6
 VOCAB = 512

@@ -17,12 +17,13 @@ from transformers import modeling_flash_attention_utils as flash
 from meshwright import BatchError, Mesh, MeshError, MeshSizes, OptimizerConfig, StrategyError, count_tokens, open_world
 from meshwright.model.layout import layout_by_structure
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, assert_parity, count_collectives, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, difference, full_weights, train_case, train_steps
+from meshwright.testing import Case, assert_parity, count_collectives
 from meshwright.tracing.observe import Observer
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager, difference, full_weights, train_case, train_steps
 
 slow = pytest.mark.slow
 BLOCKS = 3

@@ -15,12 +15,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshwright import OptimizerConfig, StrategyError, count_tokens
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, difference, train_case
+from meshwright.testing import Case, assert_parity
 from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, fsdp2_strategy_parallelize
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import case_model
+from meshwright_testing.parity import build_manager, difference, train_case
 
 slow = pytest.mark.slow
 TP2 = {"tp_size": 2}

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from meshwright.model.layout import layout_by_structure
-from meshwright.testing import Case, conformance, pool
-from meshwright.testing.case import Outcome
-from meshwright.testing.parity import train_case
+from meshwright.testing import Case
 from meshwright_fsdp2.units import find_units
+from meshwright_testing import conformance, pool
+from meshwright_testing.case import Outcome
+from meshwright_testing.parity import train_case
 
 
 class _Block(nn.Module):

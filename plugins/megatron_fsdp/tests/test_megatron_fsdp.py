@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
 from meshwright.optim.build import optimizer_factory
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import share
-from meshwright.testing.cells import Cell
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, full_weights, train_case, train_steps
+from meshwright.testing import Case, assert_parity
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.cells import Cell
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager, full_weights, train_case, train_steps
 
 slow, zoo = pytest.mark.slow, pytest.mark.zoo
 HSDP = {"dp_replicate_size": 2}

@@ -14,12 +14,13 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import StrategyError
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case
 from meshwright_megatron_fsdp._compat import wrapped, wrapping
 from meshwright_megatron_fsdp._compat.cpu_torch import hold_cpu_torch
 from meshwright_megatron_fsdp._compat.package import check_version, package
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager, train_steps
 
 
 def test_versions_that_have_not_been_tested_are_refused() -> None:

@@ -20,13 +20,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer as Block
 
 from meshwright import RankError
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import tiny_model
+from meshwright.testing import Case
 from meshwright_megatron_fsdp._compat.cpu_torch import hold_cpu_torch
 from meshwright_megatron_fsdp._compat.package import package
 from meshwright_megatron_fsdp._compat.wrapped import slots
 from meshwright_megatron_fsdp.shards import Shards
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 CASE = Case(dtype="float32", sequences=8, ragged=False, max_norm=None)

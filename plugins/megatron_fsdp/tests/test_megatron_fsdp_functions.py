@@ -16,10 +16,10 @@ from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
 from meshwright.base.errors import NotFiniteError
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import pool
-from meshwright.testing.models import case_model, tiny_model
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
+from meshwright_testing import pool
+from meshwright_testing.models import case_model, tiny_model
 
 slow = pytest.mark.slow
 

@@ -10,10 +10,11 @@ from support.measures import Counting
 from support.steps import built, gradient_step, refusal
 
 from meshwright import TrainingError
-from meshwright.testing import Case, assert_parity, count_collectives, pool
-from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case, assert_parity, count_collectives
 from meshwright.tracing.collectives import measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 slow = pytest.mark.slow
 HSDP = {"dp_replicate_size": 2}

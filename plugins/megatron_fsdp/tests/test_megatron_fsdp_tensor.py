@@ -12,11 +12,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput
 
 from meshwright import OptimizerConfig
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.cells import Cell
-from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, train_steps
+from meshwright.testing import Case, assert_parity
 from meshwright.tracing.collectives import measure_collectives
+from meshwright_testing import pool
+from meshwright_testing.cells import Cell
+from meshwright_testing.models import tiny_model
+from meshwright_testing.parity import build_manager, train_steps
 
 TP2 = {"tp_size": 2}
 WHOLE = Replicate()

@@ -19,13 +19,14 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import BatchError, MeshwrightError, ModelError, count_tokens, get_strategy, open_world
 from meshwright.step.tokens import Outputs, Tokens
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import ROUTED_VOCAB, RoutedModel, tiny_model
-from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_part, train_steps
+from meshwright.testing import Case, assert_parity
 from meshwright_pipeline.run.losses import LossOfLogits, objective_of
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
 from meshwright_pipeline.state.whole_state import broadcast, gathered
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import ROUTED_VOCAB, RoutedModel, tiny_model
+from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_part, train_steps
 
 DEEP = Case(layers=5, tied=True)
 WIDE = Case(layers=5, tied=True, sequences=16)

@@ -13,11 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright import StrategyError, load_checkpoint, save_checkpoint
 from meshwright.strategy.contract import StrategyManager
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_with_optimizer, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright.train.loop.step import groups_stepped
 from meshwright_pipeline.state.manager import NoStages
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_testing import pool
+from meshwright_testing.parity import build_with_optimizer, full_weights, train_steps
 
 PP2, SLOW = {"pp_size": 2}, pytest.mark.slow
 TWO_STAGES = {"pipeline": {"pp_schedule": "zbv"}}

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from meshwright.optim.config import OptimizerConfig
-from meshwright.testing import Case, assert_parity, pool
-from meshwright.testing.parity import difference, train_case
+from meshwright.testing import Case, assert_parity
+from meshwright_testing import pool
+from meshwright_testing.parity import difference, train_case
 
 SLOW = pytest.mark.slow
 SPLITTING = ["ZBVZeroBubble", *(pytest.param(name, marks=SLOW) for name in ("InterleavedZeroBubble", "DualPipeV"))]

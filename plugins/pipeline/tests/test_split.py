@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import ConfigError, model_layout
-from meshwright.testing.models import TINY
 from meshwright_pipeline.config import PipelineConfig
 from meshwright_pipeline.cut.split import EMBEDDING_COST, elements, ends, split_blocks, split_by_names, split_model
+from meshwright_testing.models import TINY
 
 
 def sizes(split):

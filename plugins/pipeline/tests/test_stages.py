@@ -19,16 +19,17 @@ from transformers.modeling_outputs import CausalLMOutput
 from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
 from meshwright.step.forward_options import forward_options
 from meshwright.strategy.registry import model_layout
-from meshwright.testing import Case, pool
-from meshwright.testing.case import share
-from meshwright.testing.models import ROUTED_VOCAB, TINY, case_model, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
 from meshwright_pipeline.cut.study import Study
 from meshwright_pipeline.run.actions import Run
 from meshwright_pipeline.schedule.order import Exchange, peak_live, with_communication
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
+from meshwright_testing import pool
+from meshwright_testing.case import share
+from meshwright_testing.models import ROUTED_VOCAB, TINY, case_model, tiny_model
+from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 OVERLAP: dict[str, Any] = {"engine": "bucketed", "overlap_grad_reduce": True, "bucket_size": 40000}
 SLOW = pytest.mark.slow

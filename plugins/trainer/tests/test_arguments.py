@@ -26,7 +26,7 @@ import meshwright_trainer
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import get_registry
-from meshwright.testing import pool
+from meshwright_testing import pool
 from meshwright_trainer import MeshArguments, MeshTrainer, MeshTrainerMixin
 from meshwright_trainer.arguments import (
     NEVER_CALLED,

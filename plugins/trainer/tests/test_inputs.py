@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 
 from meshwright.base.errors import BatchError, CheckpointError, ConfigError, ModelError
 from meshwright.launch.open_world import open_world
-from meshwright.testing import pool
+from meshwright_testing import pool
 from meshwright_trainer import MeshTrainer, MeshTrainerMixin
 from meshwright_trainer.arguments import check_arguments
 

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from meshwright.launch.open_world import open_world
-from meshwright.testing import pool
+from meshwright_testing import pool
 from meshwright_trainer import MeshTrainer
 
 BATCH = {"eval_strategy": "no", "max_steps": 6, "warmup_steps": 2, "gradient_accumulation_steps": 2}

@@ -10,7 +10,7 @@ import pytest
 import trainer_cases
 
 from meshwright.launch.open_world import open_world
-from meshwright.testing import pool
+from meshwright_testing import pool
 
 KINDS = ("trainer", "sft", "packed", "lora", "dpo", "reward")
 BUCKETED = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}

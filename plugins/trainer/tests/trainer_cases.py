@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import meshwright_trainer
 from meshwright.launch.open_world import open_world
-from meshwright.testing.models import case_model, tiny_model
+from meshwright_testing.models import case_model, tiny_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

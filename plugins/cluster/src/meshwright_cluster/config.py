@@ -18,29 +18,33 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[MGT]$")]
 class SlurmSection(FrozenModel):
     """What Slurm takes."""
 
-    partition: Word | None = Field(None, description="Where to queue; null: the cluster's default.")
-    account: Word | None = Field(None, description="Who pays.")
-    qos: Word | None = Field(None, description="Quality of service.")
-    constraint: Word | None = Field(None, description="Features that nodes must have.")
+    partition: Word | None = Field(default=None, description="Where to queue; null: the cluster's default.")
+    account: Word | None = Field(default=None, description="Who pays.")
+    qos: Word | None = Field(default=None, description="Quality of service.")
+    constraint: Word | None = Field(default=None, description="Features that nodes must have.")
     options: list[Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]] = Field(
-        [], description="Further options of sbatch, such as --exclusive."
+        default=[], description="Further options of sbatch, such as --exclusive."
     )
 
 
 class KubernetesSection(FrozenModel):
     """What Kubernetes takes."""
 
-    kind: Literal["JobSet", "TrainJob", "PyTorchJob"] = Field("JobSet", description="Of the job; Kubeflow's v2 and v1.")
-    namespace: Word | None = Field(None, description="null: that of kubectl's context.")
-    image: Word | None = Field(None, description="With meshwright and what the strategy needs.")
-    claim: Word | None = Field(None, description="A volume claim that all pods can write, on which output_dir is.")
-    mount: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
-        "/data", description="Where the claim is seen."
+    kind: Literal["JobSet", "TrainJob", "PyTorchJob"] = Field(
+        default="JobSet", description="Of the job; Kubeflow's v2 and v1."
     )
-    queue: Word | None = Field(None, description="A local queue of Kueue.")
-    runtime: Word = Field("torch-distributed", description="Of a TrainJob: the cluster's training runtime.")
-    gpu_resource: Word = Field("nvidia.com/gpu", description="What a GPU is called.")
-    node_selector: dict[str, str] = Field({}, description="Labels that nodes must have.")
+    namespace: Word | None = Field(default=None, description="null: that of kubectl's context.")
+    image: Word | None = Field(default=None, description="With meshwright and what the strategy needs.")
+    claim: Word | None = Field(
+        default=None, description="A volume claim that all pods can write, on which output_dir is."
+    )
+    mount: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
+        default="/data", description="Where the claim is seen."
+    )
+    queue: Word | None = Field(default=None, description="A local queue of Kueue.")
+    runtime: Word = Field(default="torch-distributed", description="Of a TrainJob: the cluster's training runtime.")
+    gpu_resource: Word = Field(default="nvidia.com/gpu", description="What a GPU is called.")
+    node_selector: dict[str, str] = Field(default={}, description="Labels that nodes must have.")
     service_account: Word | None = None
 
 
@@ -48,54 +52,62 @@ class SkyPilotSection(FrozenModel):
     """What SkyPilot takes."""
 
     accelerators: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = Field(
-        None, description="The type alone, such as H100; how many follows from the ranks. null: CPUs."
+        default=None, description="The type alone, such as H100; how many follows from the ranks. null: CPUs."
     )
-    infra: Word | None = Field(None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest.")
-    image: Word | None = Field(None, description="A machine image, or docker:NAME.")
-    use_spot: bool = Field(True, description="Machines that may be taken away; the job is begun anew elsewhere.")
+    infra: Word | None = Field(default=None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest.")
+    image: Word | None = Field(default=None, description="A machine image, or docker:NAME.")
+    use_spot: bool = Field(
+        default=True, description="Machines that may be taken away; the job is begun anew elsewhere."
+    )
     mounts: dict[str, str] = Field(
-        {}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
+        default={}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
     )
-    workdir: Word | None = Field(None, description="A directory that is copied to all machines.")
+    workdir: Word | None = Field(default=None, description="A directory that is copied to all machines.")
 
 
 class RaySection(FrozenModel):
     """What Ray takes."""
 
-    address: Word | None = Field(None, description="Of the dashboard, such as http://head:8265; null: as ray finds it.")
+    address: Word | None = Field(
+        default=None, description="Of the dashboard, such as http://head:8265; null: as ray finds it."
+    )
 
 
 class LaunchConfig(FrozenModel):
     """What a cluster must know of a job; see `meshwright launch`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] | None = Field(
-        None, description="Of the job: small letters, digits and -, a letter first; null: made from that of output_dir."
+        default=None,
+        description="Of the job: small letters, digits and -, a letter first; null: made from that of output_dir.",
     )
-    nodes: Size = Field(1, description="Machines.")
-    ranks_per_node: Size | None = Field(None, description="null: gpus_per_node, or nproc where it is a number.")
+    nodes: Size = Field(default=1, description="Machines.")
+    ranks_per_node: Size | None = Field(default=None, description="null: gpus_per_node, or nproc where it is a number.")
     gpus_per_node: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="null: one for each rank, or none where device is cpu."
+        default=None, description="null: one for each rank, or none where device is cpu."
     )
-    cpus_per_rank: Size | None = Field(None, description="null: as the cluster has it.")
-    memory_per_node: Memory | None = Field(None, description="Such as 64G; null: as the cluster has it.")
+    cpus_per_rank: Size | None = Field(default=None, description="null: as the cluster has it.")
+    memory_per_node: Memory | None = Field(default=None, description="Such as 64G; null: as the cluster has it.")
     time_limit: Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")] | None = Field(
-        None,
+        default=None,
         description="Of one allocation: 90m, 12h or 2d; null: as the cluster has it. A TrainJob or PyTorchJob ends for "
         "good with it.",
     )
     grace_s: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120,
+        default=120,
         description="Seconds between the signal and the end: two steps, evaluations that are due, and two checkpoints.",
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        10,
+        default=10,
         description="How often a job that has failed is begun anew, besides those that were pre-empted. Slurm's "
         "are not: only pre-empted ones, and those whose time was up.",
     )
-    python: Word = Field("python", description="The interpreter on the nodes that has meshwright.")
-    setup: list[Word] = Field([], description="Lines of shell before the ranks start, such as module load cuda.")
+    python: Word = Field(default="python", description="The interpreter on the nodes that has meshwright.")
+    setup: list[Word] = Field(
+        default=[], description="Lines of shell before the ranks start, such as module load cuda."
+    )
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str | FromEnvironment] = Field(
-        {}, description="Variables of all ranks: a text, or {from_env: NAME} for the value where the job is made."
+        default={},
+        description="Variables of all ranks: a text, or {from_env: NAME} for the value where the job is made.",
     )
     slurm: SlurmSection = SlurmSection()
     kubernetes: KubernetesSection = KubernetesSection()

@@ -25,43 +25,44 @@ class PlanConfig(FrozenModel):
     """What is known of a run before it begins; see docs/plan.md."""
 
     enabled: bool = Field(
-        True, description="Plan memory, traffic and time before the ranks start, and compare them with the third step."
+        default=True,
+        description="Plan memory, traffic and time before the ranks start, and compare them with the third step.",
     )
     device: str | None = Field(
-        None,
+        default=None,
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
     when_too_large: Literal["refuse", "warn"] = Field(
-        "refuse", description="What becomes of a run that would not fit into the memory of its device."
+        default="refuse", description="What becomes of a run that would not fit into the memory of its device."
     )
     failures_per_rank_hour: float = Field(
-        LLAMA_3_FAILURES,
+        default=LLAMA_3_FAILURES,
         ge=0,
         allow_inf_nan=False,
         description="Failures of a rank in an hour, each of which ends the run; see docs/fleet.md. Default: those of "
         "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
     detection_s: Seconds | None = Field(
-        None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
+        default=None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
     )
     restart_s: Seconds = Field(
-        300.0,
+        default=300.0,
         description="Seconds from then until all ranks are there again, without reading. Default: assumed; MegaScale "
         "noticed and examined failures in less than ten minutes (arXiv:2402.15627).",
     )
     disk_bandwidth: FinitePositive = Field(
-        1e9,
+        default=1e9,
         description="Bytes a second that a node writes to, or reads from, the storage of checkpoints. Default: the "
         "next one, of 2,048 nodes.",
     )
     disk_bandwidth_total: FinitePositive = Field(
-        2e12,
+        default=2e12,
         description="Bytes a second of all nodes together. Default: what the storage of Llama 3 sustained "
         "(arXiv:2407.21783, section 3.3.1).",
     )
     copy_bandwidth: FinitePositive = Field(
-        4e9,
+        default=4e9,
         description="Bytes a second that a rank copies from its device to the memory of the host. Default: assumed.",
     )
 
@@ -99,7 +100,7 @@ class Node(FrozenModel):
     ring_begin_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
     tree_begin_s: Positive = Field(description="Likewise on a tree.")
     factors: Mapping[str, Positive] = Field(
-        {},
+        default={},
         description="How many times as long the bytes of a kind of collective take as on a ring, where a library does "
         "it in another way: gloo reduces and scatters by reducing all of it everywhere.",
     )
@@ -120,7 +121,7 @@ class Device(FrozenModel):
     attention_efficiency: Part = Field(description="The part that fused attention reaches in forward.")
     attention_backward_efficiency: Part = Field(description="Likewise in backward.")
     spread: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         lt=1,
         description="By what part the slowest of eight devices computes less than the fastest. All wait for it.",
@@ -131,16 +132,18 @@ class Device(FrozenModel):
         ge=0, description="Memory that one handle of the library for matrix products holds, through torch's allocator."
     )
     context_bytes: int = Field(
-        2 << 30, ge=0, description="Memory that others hold: the driver's context, kernels, buffers of communication."
+        default=2 << 30,
+        ge=0,
+        description="Memory that others hold: the driver's context, kernels, buffers of communication.",
     )
-    known_as: Sequence[str] = Field((), description="What drivers call it.")
+    known_as: Sequence[str] = Field(default=(), description="What drivers call it.")
     is_host: bool = Field(
-        False,
+        default=False,
         description="Whether it is the host itself, which issues nothing while it computes, and whose allocator keeps "
         "nothing that is freed.",
     )
     speed_beside_communication: Speed = Field(
-        1.0, description="The part of its speed at which it computes while a collective runs."
+        default=1.0, description="The part of its speed at which it computes while a collective runs."
     )
     node: Node
     sources: Mapping[str, str] = Field(description="Where figures are from.")

@@ -99,7 +99,7 @@ KeyFile = Annotated[
 def show(directory: Directory, key_file: KeyFile = None) -> None:
     """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
     with told(traceback=False):
-        from meshwright.plugin import shown
+        from .verifying import shown
 
         table, all_whole = shown(_place(directory, key_file))
         output_console().print(table)
@@ -113,7 +113,7 @@ def verify(directory: Directory, key_file: KeyFile = None) -> None:
     given and one is not signed with it.
     """
     with told(traceback=False):
-        from meshwright.plugin import signed, verified
+        from .verifying import signed, verified
 
         console, all_whole = new_console(soft_wrap=True, highlight=False), True
         for each in verified(_place(directory, key_file)):

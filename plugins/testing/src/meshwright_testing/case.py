@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.types import IGNORED_LABEL, Batch
-from ..optim.config import OptimizerConfig, ScheduleConfig
+from meshwright.plugin import IGNORED_LABEL, Batch, OptimizerConfig, ScheduleConfig
+
 from .models import case_vocab
 
 TOLERANCE = 1e-9
@@ -22,7 +22,7 @@ class Case:
     """What is trained: the same global batches under every layout.
 
     Attributes:
-        model_type: a name for `meshwright.testing.models.case_model`.
+        model_type: a name for `meshwright_testing.models.case_model`.
         tied: whether embedding and head are one parameter; None: the model type's default.
         layers: number of blocks; None: the model's own.
         steps: optimizer steps.
@@ -44,7 +44,7 @@ class Case:
         schedule: of the learning rate; None: constant.
         route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
             "ranks" (in those of the first half only); None: by chance.
-        adapter: options for `meshwright.testing.models.adapted_model`: an adapter, which alone trains.
+        adapter: options for `meshwright_testing.models.adapted_model`: an adapter, which alone trains.
     """
 
     model_type: str = "llama"

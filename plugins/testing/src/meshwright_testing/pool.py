@@ -23,9 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..base.errors import RankError
-from ..base.safe_path import protected_children
-from ..files.terminal import warn
+from meshwright.plugin import RankError, protected_children, warn
 
 T = TypeVar("T")
 
@@ -163,8 +161,7 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..launch.open_world import open_world
-    from ..tracing._compat import forget_meshes, freeze
+    from meshwright.plugin import forget_meshes, freeze, open_world
 
     torch.set_num_threads(1)
     # What is imported by now is never garbage: searching it took a fifth of a task.

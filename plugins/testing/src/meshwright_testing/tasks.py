@@ -16,16 +16,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from ..base.errors import MeshwrightError
-from ..base.types import IGNORED_LABEL, Batch
-from ..checkpoint import load_checkpoint, save_checkpoint
-from ..optim.build import build_scheduler
-from ..optim.config import ScheduleConfig
-from ..step.agreement import count_tokens
-from ..step.tokens import Tokens
-from ..strategy.contract import StrategyManager
-from ..train.loop.options import Loop
-from ..train.loop.step import groups_stepped, train_step
+from meshwright.plugin import (
+    IGNORED_LABEL,
+    Batch,
+    Loop,
+    MeshwrightError,
+    ScheduleConfig,
+    StrategyManager,
+    Tokens,
+    build_scheduler,
+    count_tokens,
+    groups_stepped,
+    load_checkpoint,
+    save_checkpoint,
+    train_step,
+)
+
 from .case import Case, Outcome, share, shares_of
 from .models import case_vocab
 from .parity import Config, build_manager, build_with_optimizer, full_weights, train_steps

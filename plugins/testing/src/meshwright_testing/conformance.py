@@ -4,7 +4,7 @@
     def test_conformance(cell):
         cell.check()
 
-See `meshwright.testing.cells` for what a cell is and when it passes.
+See `meshwright_testing.cells` for what a cell is and when it passes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..base.errors import ConfigError
-from ..base.validation import validated
-from ..mesh.sizes import CLAIMABLE_AXES, Degrees, MeshSizes
-from ..optim.config import OptimizerConfig, ScheduleConfig
-from ..strategy.contract import ROUNDS_ANEW, StrategySpec
-from ..strategy.registry import get_strategy
-from ..strategy.stack import resolve
+from meshwright.plugin import (
+    CLAIMABLE_AXES,
+    ROUNDS_ANEW,
+    ConfigError,
+    Degrees,
+    MeshSizes,
+    OptimizerConfig,
+    ScheduleConfig,
+    StrategySpec,
+    get_strategy,
+    resolve,
+    validated,
+)
+
 from .case import Case
 from .cells import Cell, Kind, register
 from .models import case_reason
@@ -54,7 +61,7 @@ def conformance(
         strategy: name or alias.
         ranks: world size of the larger layouts, at least 2 and even for pairs of axes.
         config: options of the strategy that hold in every cell.
-        models: names for `meshwright.testing.models.case_model`, each trained in one layout: `sizes`, or data-parallel
+        models: names for `meshwright_testing.models.case_model`, each trained in one layout: `sizes`, or data-parallel
             over `ranks`; None: every case of a small Llama in every layout, of a small Mixtral where experts are
             divided.
         device: cpu or cuda.

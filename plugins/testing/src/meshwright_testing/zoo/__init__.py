@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
-from ...base.errors import ModelError, nearest
+from meshwright.plugin import ModelError, nearest
 
 NOISE = 0.02
 """Standard deviation of the noise added to each parameter: zeros and equal rows would hide errors."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..base.errors import MeshwrightError, RankError, TrainingError
-from ..strategy.registry import get_registry, get_strategy
+from meshwright.plugin import MeshwrightError, RankError, TrainingError, get_registry, get_strategy
+
 from . import tasks
 from .case import Case, Outcome
 from .parity import difference, reference, train_case, train_part

@@ -16,8 +16,9 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from ..files.terminal import styled
-from ..testing.cells import Cell, Result
+from meshwright.plugin import styled
+
+from .cells import Cell, Result
 
 # In a traceback, the machine's paths before those of the packages.
 _OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')

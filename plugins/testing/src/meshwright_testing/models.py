@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..base.errors import ConfigError, nearest
+from meshwright.plugin import ConfigError, nearest
+
 from .zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.

@@ -17,14 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..base.types import OptimizerFactory
-from ..launch.open_world import open_world
-from ..mesh.mesh import Mesh
-from ..mesh.sizes import MeshSizes
-from ..optim.build import build_scheduler, optimizer_factory
-from ..step.agreement import count_tokens
-from ..strategy.contract import StrategyManager
-from ..strategy.stack import resolve
+from meshwright.plugin import (
+    Mesh,
+    MeshSizes,
+    OptimizerFactory,
+    StrategyManager,
+    build_scheduler,
+    count_tokens,
+    open_world,
+    optimizer_factory,
+    resolve,
+)
+
 from .case import Case, Difference, Outcome, share
 from .models import adapted_model, case_model
 from .pool import pool

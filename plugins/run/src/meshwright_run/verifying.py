@@ -10,22 +10,29 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..base.errors import CheckpointError, TornCheckpointError
-from .index import INDEX, Index, StoredTensor, dtype_name, read_index
-from .manifest import (
+from meshwright.plugin import (
+    INDEX,
     MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    CheckpointError,
+    Folder,
     ForeignCheckpointError,
+    Index,
     Manifest,
+    Place,
+    StoredTensor,
+    TornCheckpointError,
     all_in,
+    dtype_name,
     manifest_and_sizes,
+    place_of,
     read_and_verified,
+    read_index,
     reading,
     stored_in,
     wrong_size,
 )
-from .places import Folder, Place
-from .remote import place_of
-from .values import MODEL, OPTIMIZER
 
 
 def found_in(folder: Folder) -> list[Folder]:

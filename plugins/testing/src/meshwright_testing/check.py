@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..files.commands import Traceback, output_console, told
-from ..files.terminal import new_console
-from ..mesh.sizes import MeshSizes
+from meshwright.plugin import MeshSizes, Traceback, new_console, output_console, told
 
 
 def check(
@@ -30,10 +28,11 @@ def check(
 ) -> None:
     """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
     with told(traceback):
-        from ..files.parsing import as_options
-        from ..testing.conformance import conformance
-        from ..testing.models import known_models
+        from meshwright.plugin import as_options
+
         from .check_report import as_table, reasons, run_cells, summary
+        from .conformance import conformance
+        from .models import known_models
 
         chosen = None if models is None else known_models(models)
         options = as_options(assignments or [])
