@@ -36,7 +36,7 @@ from meshwright.optim.build import optimizer_factory
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.stack import resolve
 from meshwright_run.run_file import OptimizerConfig
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.measures import measure_memory

@@ -40,7 +40,7 @@ from meshwright_plan.config import Device
 from meshwright_plan.planned import trace_rank
 from meshwright_plan.time import play, stage_ranks
 from meshwright_plan.trace import Job
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_calibrated.json"

@@ -42,7 +42,7 @@ from meshwright.tensors.state import whole_tensor
 from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright_plan._compat import Fakes, handed_on, in_backward
 from meshwright_testing import pool
-from meshwright_testing.pool import GROUP_TIMEOUT_S
+from meshwright_testing.workers import GROUP_TIMEOUT_S
 
 
 def _names_of_threads() -> set[str]:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from meshwright.tracing.collectives import Collective
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -29,7 +29,7 @@ from meshwright_run.run_file import OptimizerConfig, load_run
 from meshwright_testing import pool
 from meshwright_testing.models import tiny_model
 from meshwright_testing.parity import train_steps
-from meshwright_testing.pool import GROUP_TIMEOUT_S
+from meshwright_testing.workers import GROUP_TIMEOUT_S
 from meshwright_testing.zoo import zoo_config
 
 TARGETS = hang_targets.__file__

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright._compat.torch import GLOO_THREAD
 from meshwright_plan.meter import StepMeter
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 MB = 2**20
 

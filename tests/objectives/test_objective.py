@@ -14,7 +14,7 @@ from meshwright.step.objective import Given, tried
 from meshwright.step.tokens import Sequences
 from meshwright_testing.case import Case, share
 from meshwright_testing.parity import build_manager
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 
 class _Counted:

@@ -14,7 +14,7 @@ from meshwright.base.types import Batch
 from meshwright.step.tokens import Tokens
 from meshwright_testing.case import Case, share
 from meshwright_testing.parity import build_manager, full_weights
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 
 def _weighted(tokens: Tokens, batch: Batch) -> Tensor:

@@ -22,7 +22,7 @@ from meshwright.optim.build import build_scheduler, can_fuse, fused_where_it_pay
 from meshwright.optim.groups import known_without_model, what_is_trained
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
 from meshwright_testing.models import tiny_model
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
 
 

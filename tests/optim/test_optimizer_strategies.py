@@ -24,7 +24,7 @@ from meshwright.tensors.state import DTENSORS
 from meshwright_testing.case import TOLERANCE, Case, Outcome
 from meshwright_testing.models import case_model
 from meshwright_testing.parity import difference, full_weights, train_steps
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 CASE = Case(sequences=4, steps=3)
 

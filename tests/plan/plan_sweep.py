@@ -24,8 +24,8 @@ from support.plan_layouts import Layout, deep_layout, deep_plan, done, planned
 from meshwright.base.errors import MeshwrightError, RankError
 from meshwright.strategy.registry import get_registry
 from meshwright_plan.depth import NEARLY
-from meshwright_testing.conformance import layouts_of
-from meshwright_testing.pool import pool
+from meshwright_testing.suite import layouts_of
+from meshwright_testing.workers import pool
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "plan_exact.json"
 DEEP_RESULTS = RESULTS.with_name("plan_deep.json")

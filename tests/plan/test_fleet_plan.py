@@ -37,7 +37,7 @@ from meshwright_plan.fleet.advice import (
 from meshwright_plan.fleet.fleet import HOUR
 from meshwright_plan.planned import job_of, plan
 from meshwright_run.run_file import RunConfig
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 RATE = PlanConfig().failures_per_rank_hour
 STEP_S, RANKS = 5.0, 128

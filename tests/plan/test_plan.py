@@ -27,7 +27,7 @@ from meshwright_plan.depth import Point, Report, at_full_size
 from meshwright_plan.planned import plan, representatives
 from meshwright_plan.trace import Job, Trace, traces
 from meshwright_plan.world import choices, planned_world
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 ROOT = Path(__file__).parents[2]
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}

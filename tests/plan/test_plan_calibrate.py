@@ -25,7 +25,7 @@ from meshwright_plan.config import Device, Node, find_device
 from meshwright_plan.meter import Held
 from meshwright_plan.time import MESSAGES, collective_seconds, play
 from meshwright_plan.trace import Operation, Trace
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 TINY = Effort(0.002, 2, 2, (64, 128), 128, 64, stream_bytes=1 << 18, streams=3, messages=(1 << 10, 1 << 14, 1 << 18))
 FACTORS = {"reduce_scatter": 1.9, "all_reduce": 1.2, "all_to_all": 0.8, "broadcast": 0.6, "send": 0.7}

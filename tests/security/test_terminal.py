@@ -161,13 +161,17 @@ def test_nothing_else_writes_to_a_terminal() -> None:
     assert found == {"core/meshwright/files/terminal.py": ["warnings.warn", "Console", "Text.from_markup"]}
 
 
-MARKUP = {"replay/render.py", "profile/show.py", "train/run/output.py", "cli/check_report.py"}
+MARKUP = {
+    *("meshwright_diagnose/replay/render.py", "meshwright_run/profile/show.py", "meshwright_run/output.py"),
+    "meshwright_testing/check_report.py",
+}
 
 
 def test_markup_is_in_few_places() -> None:
     found = {
-        str(path.relative_to(CORE))
-        for path in CORE.rglob("*.py")
+        str(path.relative_to(source))
+        for source in (CORE.parent, *ROOT.glob("plugins/*/src"))
+        for path in source.rglob("*.py")
         if "styled(" in path.read_text(encoding="utf-8") and path.name != "terminal.py"
     }
     assert found == MARKUP

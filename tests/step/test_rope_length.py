@@ -15,7 +15,7 @@ from meshwright import OptimizerConfig
 from meshwright.base.types import IGNORED_LABEL, Batch
 from meshwright.step.agreement import count_tokens
 from meshwright_testing.models import tiny_model
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 ORIGINAL = 12
 ROPES: dict[str, dict[str, Any]] = {

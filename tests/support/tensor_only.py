@@ -25,7 +25,7 @@ from meshwright.tensors.state import Parts
 from meshwright_testing.case import Case, Outcome
 from meshwright_testing.models import TINY
 from meshwright_testing.parity import difference, train_case
-from meshwright_testing.pool import pool
+from meshwright_testing.workers import pool
 
 
 class TensorOnlyConfig(StrategyConfig):

@@ -23,8 +23,10 @@ from .manifest import Manifest, broken, read_verified
 from .places import Where
 from .remote import place_of
 
-MODEL, OPTIMIZER, AVERAGES, RANDOM = "model.", "optimizer.", "ema.", "random."
-"""Prefixes of the names of stored tensors."""
+MODEL = "model."
+"""Prefix of the names of stored parameters and buffers."""
+OPTIMIZER, AVERAGES, RANDOM = "optimizer.", "ema.", "random."
+"""Prefixes of the names of other stored tensors."""
 _SETTINGS = "optimizer-"
 _OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 # Lists by group in a schedule's state that the groups' settings do not hold.

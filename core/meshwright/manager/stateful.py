@@ -14,7 +14,6 @@ from ..base.errors import StrategyError
 from ..base.types import OptimizerFactory
 from ..model.layout import ModelLayout
 from ..optim.groups import Trained, for_model, what_is_trained
-from ..optim.trial import call_factory, check_optimizer
 from ..strategy.contract import StrategyManager
 from ..tensors import state as states
 from ..tensors.pieces import Sharded
@@ -62,6 +61,8 @@ class StatefulManager(StrategyManager):
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Make the optimizer, and check that it steps what it gets as it would step whole parameters. Collective."""
+        from ..optim.trial import call_factory, check_optimizer
+
         self._require_model()
         named, trained = self.named_trainable(), self.what_is_trained()
         self.parameter_names = {parameter: name for name, parameter in named}

@@ -19,7 +19,7 @@ from meshwright.plugin import MeshwrightError, RankError, TrainingError, get_reg
 from . import tasks
 from .case import Case, Outcome
 from .parity import difference, reference, train_case, train_part
-from .pool import pool
+from .workers import pool
 
 Status = Literal["passed", "failed", "does not apply"]
 Kind = Literal["train", "architecture", "objective", "norms", "state", "resume", "bad input"]

@@ -31,8 +31,8 @@ def check(
         from meshwright.plugin import as_options
 
         from .check_report import as_table, reasons, run_cells, summary
-        from .conformance import conformance
         from .models import known_models
+        from .suite import conformance
 
         chosen = None if models is None else known_models(models)
         options = as_options(assignments or [])

@@ -31,7 +31,7 @@ from meshwright.plugin import (
 
 from .case import Case, Difference, Outcome, share
 from .models import adapted_model, case_model
-from .pool import pool
+from .workers import pool
 
 Config = Mapping[str, Any]
 

@@ -35,7 +35,7 @@ from meshwright.plugin import (
 from .case import Case, Outcome, share, shares_of
 from .models import case_vocab
 from .parity import Config, build_manager, build_with_optimizer, full_weights, train_steps
-from .pool import pool
+from .workers import pool
 
 # -- norms of gradients by block
 
