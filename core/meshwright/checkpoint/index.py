@@ -27,6 +27,7 @@ from .places import Place, Where
 from .remote import place_of
 
 INDEX = "index.json"
+"""Name of the file that says where each tensor of a checkpoint is stored."""
 _MOST_DIVIDED = 8
 """Dims along which a tensor can be in pieces; parallelism divides two."""
 

@@ -25,8 +25,9 @@ from .remote import place_of
 
 MODEL = "model."
 """Prefix of the names of stored parameters and buffers."""
-OPTIMIZER, AVERAGES, RANDOM = "optimizer.", "ema.", "random."
-"""Prefixes of the names of other stored tensors."""
+OPTIMIZER = "optimizer."
+"""Prefix of the names of stored optimizer state."""
+AVERAGES, RANDOM = "ema.", "random."
 _SETTINGS = "optimizer-"
 _OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 # Lists by group in a schedule's state that the groups' settings do not hold.
