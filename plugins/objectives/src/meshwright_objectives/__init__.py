@@ -11,8 +11,20 @@ from .supervised import CrossEntropy, Distill, Unlikelihood
 if TYPE_CHECKING:
     from .functions import previous_tokens as previous_tokens
 
-__all__ = ["DPO", "GRPO", "KTO", "ORPO", "PPO", "CrossEntropy", "Distill", "Reward", "SimPO", "Unlikelihood", "Value"]
-__all__ += ["previous_tokens"]
+__all__ = [
+    "DPO",
+    "GRPO",
+    "KTO",
+    "ORPO",
+    "PPO",
+    "CrossEntropy",
+    "Distill",
+    "Reward",
+    "SimPO",
+    "Unlikelihood",
+    "Value",
+    "previous_tokens",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -17,8 +17,19 @@ if TYPE_CHECKING:
     from .suite import conformance
     from .workers import WorkerPool, pool
 
-__all__ = ["Case", "Cell", "Difference", "Outcome", "Result", "WorkerPool", "assert_parity", "compare", "conformance"]
-__all__ += ["count_collectives", "pool"]
+__all__ = [
+    "Case",
+    "Cell",
+    "Difference",
+    "Outcome",
+    "Result",
+    "WorkerPool",
+    "assert_parity",
+    "compare",
+    "conformance",
+    "count_collectives",
+    "pool",
+]
 _NAMES = {
     "meshwright.plugin": "count_collectives",
     "meshwright_testing.case": "Case Difference Outcome",
