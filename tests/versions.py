@@ -28,8 +28,11 @@ CHECKED = ROOT / "benchmarks" / "results" / "check-oldest.json"
 PAGE = ROOT / "docs" / "versions.md"
 PLUGINS = ("fsdp2", "ddp", "megatron_fsdp", "pipeline")
 PACKAGES = ["-e", ".[dev]", "-r", "requirements.txt"]
-_ROOMS = ("contract", "testing", "parallel", "model", "optim", "checkpoint", "data", "plan")
-TESTS = [*(f"tests/{room}" for room in _ROOMS), *(f"plugins/{name}/tests" for name in PLUGINS)]
+_ROOMS = ("contract", "parallel", "model", "optim", "checkpoint")
+TESTS = [
+    *(f"tests/{room}" for room in _ROOMS),
+    *(f"plugins/{name}/tests" for name in (*PLUGINS, "run", "plan", "testing")),
+]
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import yaml  # noqa: E402
-from cluster import netns  # noqa: E402
-from cluster.starts import TORCHRUN, clean, free_port  # noqa: E402
 from kill_sweep import (  # noqa: E402
     Run,
     arguments,
@@ -47,7 +45,9 @@ from kill_sweep import (  # noqa: E402
     shares,
     write_report,
 )
+from support import netns  # noqa: E402
 from support.replication import ranks_of_agent, spoil  # noqa: E402
+from support.starts import TORCHRUN, clean, free_port  # noqa: E402
 
 from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
 from meshwright.checkpoint.manifest import verify  # noqa: E402

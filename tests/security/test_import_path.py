@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster.starts import free_port
 from security.small_run import write_small_run
+from support.starts import free_port
 
 import meshwright
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cluster.starts import free_port
 from security.listening import beyond_loopback, descendants, listening
 from security.small_run import write_small_run
+from support.starts import free_port
 
 from meshwright.launch.store import host_store, keep_to_loopback
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-DIRECTORY = Path(__file__).parents[1] / "data" / "chat_templates"
+DIRECTORY = Path(__file__).parents[2] / "plugins" / "run" / "tests" / "data" / "chat_templates"
 TEXTS = [
     "Be brief. Hi there Hello! What is two and two? It is four.\n\n",
     "User: Assistant: ### Instruction: ### Response: system user assistant Today's Date: You are a helpful assistant",

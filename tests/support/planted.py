@@ -1,4 +1,4 @@
-"""Strategies with one bug each, as real ones have had them; tests/testing/test_conformance.py sees each caught."""
+"""Strategies with one bug each, as real ones have had them; see plugins/testing/tests/test_conformance.py."""
 
 from __future__ import annotations
 

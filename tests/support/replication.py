@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cluster.starts import clean
 from kill_sweep import Run, fingerprint
+from support.starts import clean
 
 
 class Training(subprocess.Popen[bytes]):

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from cluster import netns
-from cluster.starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
+from support import netns
+from support.starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
 
 PYTHON = sys.executable
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")

@@ -19,7 +19,7 @@ from meshwright_plan.fleet.advice import Costs
 from meshwright_plan.fleet.fleet import HOUR, NODES, PAIRS, Copies, Fleet, Saves, best_every, goodput
 from meshwright_run.run_file import RunConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fleet as benchmark  # noqa: E402

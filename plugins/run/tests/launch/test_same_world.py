@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from cluster import netns
-from cluster.starts import TORCHRUN, free_port
 from kill_sweep import Run, await_moment, end_session, finish, lives, make_run
+from support import netns
 from support.replication import Training, after, assert_same, ranks_of_agent, said_of
+from support.starts import TORCHRUN, free_port
 
 from meshwright.base.errors import RankError
 from meshwright.launch.store import agreed_prefix

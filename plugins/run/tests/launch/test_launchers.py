@@ -23,7 +23,7 @@ from meshwright.launch.slurm import devices_of_step
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 
-PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "launchers.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
 EXAMPLES = [(row[0].strip("`"), row[1].rstrip(" |")) for row in ROWS if len(row) == 2 and "=" in row[0]]
 STEP = (

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from kill_sweep import Run, fingerprint, finish, make_run
 from support.commands import LAUNCHER_VARIABLES
-
-from cluster.slurm import Cluster, missing
+from support.slurm import Cluster, missing
 
 pytestmark = [pytest.mark.zoo, pytest.mark.skipif(bool(missing()), reason=missing())]
 

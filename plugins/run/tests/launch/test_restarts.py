@@ -92,7 +92,9 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     broken = tmp_path / "broken"
     code = "from support import restart_targets; restart_targets.main()"
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[4] / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(run.file), str(broken)],

@@ -561,7 +561,7 @@ def test_a_chat_template_is_text_or_the_path_of_one():
 
 
 def test_the_template_of_the_examples_needs_no_tokens_of_its_own():
-    path = DIRECTORY.parents[2] / "examples" / "chat.jinja"
+    path = DIRECTORY.parents[4] / "examples" / "chat.jinja"
     chosen, text = tokenizer("base", None), read_chat_template(str(path))
     [[document]], _ = Encoder(chosen, "messages", chat_template=text).encode([record({"messages": TALK})])
     assert learnt(chosen, document) == [" Hello!<|endoftext|>", " It is four.<|endoftext|>"]

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright_testing.models import tiny_model
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import published_code as code  # noqa: E402

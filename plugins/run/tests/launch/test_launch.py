@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster.starts import TORCHRUN
 from support import launch_targets
 from support.commands import LAUNCHER_VARIABLES
 from support.served import served
+from support.starts import TORCHRUN
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
 from meshwright.launch.environment import started_by_launcher

@@ -521,7 +521,7 @@ def test_a_wrong_column_is_told_before_the_step(world):
 
 # -- docs/objectives.md
 
-PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
@@ -556,7 +556,7 @@ def test_the_table_of_the_page_has_every_column_and_option(name):
 
 @pytest.mark.slow
 def test_a_short_version_of_the_example_learns_to_copy():
-    example = Path(__file__).parents[2] / "examples" / "grpo.py"
+    example = Path(__file__).parents[3] / "examples" / "grpo.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
     run = subprocess.run([*command, "--digits", "1"], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

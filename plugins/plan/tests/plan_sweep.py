@@ -1,7 +1,7 @@
 """Compare plans with real ranks on all layouts, and write benchmarks/results/plan_exact.json.
 
-    python tests/plan/plan_sweep.py [--only TEXT] [--ranks N]
-    python tests/plan/plan_sweep.py --deep [--only TEXT]     # benchmarks/results/plan_deep.json
+    python plugins/plan/tests/plan_sweep.py [--only TEXT] [--ranks N]
+    python plugins/plan/tests/plan_sweep.py --deep [--only TEXT]     # benchmarks/results/plan_deep.json
 
 Each layout is planned and done: bytes at the peak, what holds them, what is held between steps, and each collective in
 its order. Results of layouts that are not run again stay in the file.
@@ -27,7 +27,7 @@ from meshwright_plan.depth import NEARLY
 from meshwright_testing.suite import layouts_of
 from meshwright_testing.workers import pool
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "plan_exact.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "plan_exact.json"
 DEEP_RESULTS = RESULTS.with_name("plan_deep.json")
 SP = {"sequence_parallel": True}
 MOE, EIGHT = "qwen3_moe", "qwen3_moe of 8"

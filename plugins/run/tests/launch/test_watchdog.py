@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster.starts import TORCHRUN, free_port
 from support import hang_targets
 from support.commands import LAUNCHER_VARIABLES, write_run
 from support.served import served
+from support.starts import TORCHRUN, free_port
 
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
 from meshwright._compat.torch import group_timeout, live_groups

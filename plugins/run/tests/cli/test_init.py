@@ -25,7 +25,7 @@ from meshwright_run.first_run.text import TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
 from meshwright_testing.models import tiny_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 CHAT = [{"role": "user", "content": "What is 2?"}, {"role": "assistant", "content": "Two, or so it is said."}]
 
 

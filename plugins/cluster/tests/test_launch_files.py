@@ -25,7 +25,7 @@ from meshwright_cluster.files import files_of, submission
 from meshwright_cluster.job import Job, plan_job
 from meshwright_run.run_file import RunConfig
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent
 VALUES: dict[str, Any] = {
     "strategy": "fsdp2",
     "model": {"model_type": "llama", "hidden_size": 16},
@@ -422,7 +422,7 @@ def test_files_are_made_without_torch(run_file: Path) -> None:
 # -- the page
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
 HOME = "/home/me/project"  # Where the page's commands are given
 
 
@@ -444,7 +444,7 @@ def page(text: str, directory: Path) -> str:
 def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("```console") == len(TARGETS)
-    assert page(text, tmp_path) == text, "run python tests/cluster/test_launch_files.py"
+    assert page(text, tmp_path) == text, "run python plugins/cluster/tests/test_launch_files.py"
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import netns
-from cluster.starts import TORCHRUN, free_port
 from kill_sweep import Run, await_moment, end_session, finish, make_run, ranks_of
+from support import netns
 from support.replication import (
     Training,
     after,
@@ -29,6 +28,7 @@ from support.replication import (
     spoil,
     train,
 )
+from support.starts import TORCHRUN, free_port
 
 pytestmark = pytest.mark.slow
 MEMORY = re.compile(r"going on from memory, after step (\d+)")
@@ -140,7 +140,7 @@ def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
     code = "import restart_targets; restart_targets.main()"
     run.file.write_text(run.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0"))
     command = [sys.executable, "-c", code, str(run.file), str(broken)]
-    process = Training(command, said_of(run), PYTHONPATH=str(Path(__file__).parents[1] / "support"))
+    process = Training(command, said_of(run), PYTHONPATH=str(Path(__file__).parents[3] / "tests" / "support"))
     try:
         assert await_moment(process, after(run, 6)), process.said
         broken.touch()

@@ -29,7 +29,7 @@ from meshwright_plan.trace import Job, Trace, traces
 from meshwright_plan.world import choices, planned_world
 from meshwright_testing.workers import pool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 ZERO_BUBBLE = {"pp_schedule": "InterleavedZeroBubble"}
 OPTIMIZER_SHARDS = {"engine": "bucketed", "use_distributed_optimizer": True}
