@@ -46,7 +46,7 @@ STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int], Case, dict[str, Any
 }
 FORWARDS = {"pp2 fsdp2": 6, "pp2 fsdp2 interleaved": 12}
 """Of a rank, where a pipeline cuts its microbatches."""
-HOST = ("testing/case.py", "step/agreement.py", "mesh/world.py", "optim/optimizer.py")
+HOST = ("meshwright_testing/case.py", "step/agreement.py", "mesh/world.py", "optim/optimizer.py")
 """Reads of what is in host memory: batches, messages of the control plane, and an optimizer's counters of steps."""
 LAYERS = 4
 """Of the mixture of experts."""

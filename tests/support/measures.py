@@ -144,7 +144,7 @@ _READING = frozenset(
 _COPYING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
 """Copies to the host that are no operator where the tensor is there already; not seen in hooks of backward."""
 _PLACES = ("meshwright", "transformers", "torch/optim", "megatron_fsdp")
-_PASSING = ("/tracing/observe.py", "/testing/zoo/", "/tests/", "/model/recompute.py")
+_PASSING = ("/tracing/observe.py", "/meshwright_testing/zoo/", "/tests/", "/model/recompute.py")
 """Modes and wrappers that operators come through."""
 
 

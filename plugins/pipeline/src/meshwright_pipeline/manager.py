@@ -273,11 +273,13 @@ class PipelineManager(StatefulStages):
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
         frozen = frozen_share(self.mesh, self._copies.frozen())
+        # Methods, which are equal from step to step: else a step that was announced would be agreed on again.
+        return Terms(
+            self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size, frozen=frozen
+        )
 
-        def count(microbatches: Sequence[Batch]) -> int:
-            return sum(batch["input_ids"].shape[0] // size for batch in microbatches)
-
-        return Terms(self._vocab_size, multiple, self._check_batches, count, objective=given, rows=size, frozen=frozen)
+    def _count(self, microbatches: Sequence[Batch]) -> int:
+        return sum(batch["input_ids"].shape[0] // self.config.pp_microbatch_size for batch in microbatches)
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         return announce(microbatches, self.mesh, self._terms(self._given(objective)))
