@@ -104,9 +104,9 @@ def test_what_is_no_version_of_ours_is_refused(version: str, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels and source distributions of core and one plugin; what is in them has been looked at."""
-    directory = tmp_path_factory.mktemp("two")
-    assert len(release.build(directory, ["meshwright", "meshwright-fsdp2"])) == 4
+    """Wheels and source distributions of core and what trains with a strategy; what is in them has been looked at."""
+    directory, plugins = tmp_path_factory.mktemp("two"), ("fsdp2", "run", "objectives")
+    assert len(release.build(directory, ["meshwright", *(f"meshwright-{name}" for name in plugins)])) == 8
     return directory
 
 

@@ -36,15 +36,26 @@ STEPS, SAVED, FAILS_IN = 6, 3, 5
 OBJECTIVE = f"""
 from pathlib import Path
 
+from meshwright import hookimpl
+from meshwright.plugin import ObjectiveConfig
+
 HERE = Path(__file__).parent
 
 
-def objective(tokens, batch):
-    metrics = HERE / "out" / "metrics.jsonl"
-    done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
-    if done == {FAILS_IN - 1} and (HERE / "fails").exists():
-        raise RuntimeError("no more of this")
-    return -tokens.log_probs.sum(), {{"rows": tokens.log_probs.new_tensor(float(len(tokens.log_probs)))}}
+class Failing(ObjectiveConfig):
+    name = "failing"
+
+    def __call__(self, tokens, batch):
+        metrics = HERE / "out" / "metrics.jsonl"
+        done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+        if done == {FAILS_IN - 1} and (HERE / "fails").exists():
+            raise RuntimeError("no more of this")
+        return -tokens.log_probs.sum(), {{"rows": tokens.log_probs.new_tensor(float(len(tokens.log_probs)))}}
+
+
+@hookimpl
+def register_objectives():
+    return [Failing]
 """
 
 
@@ -88,7 +99,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     # A save that was not done yet when the first sitting fails would be another run.
     checkpoint = {"every": SAVED, "asynchronous": False}
     values |= {"steps": STEPS, "sample": None, "eval": {"every": 2, "sequences": 4}, "checkpoint": checkpoint}
-    values["objective"] = "told.objective"
+    values["objective"] = "failing"
     values["trackers"] = [
         "tensorboard",
         {"name": "wandb", "mode": "offline", "project": "models", "tags": ["tiny"]},
@@ -97,6 +108,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     run_file.write_text(yaml.safe_dump(values))
     (directory / "told.py").write_text(OBJECTIVE)
+    metadata = directory / "told-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: told\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[meshwright]\ntold = told\n")
     (directory / "fails").touch()
     failed = _train(directory)
     assert failed.returncode == 2, failed.stderr
@@ -114,7 +129,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def _train(directory: Path) -> subprocess.CompletedProcess[str]:
     kept = without_trackers_of_the_environment()
     environment = {name: value for name, value in kept.items() if name not in LAUNCHER_VARIABLES}
-    environment |= {"PYTHONPATH": str(directory), "MESHWRIGHT_ALLOWED_IMPORTS": "told"}
+    environment |= {"PYTHONPATH": str(directory)}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment["TRACKIO_DIR"] = str(directory / "trackio")
     return subprocess.run(
@@ -247,5 +262,5 @@ def test_checkpoints_are_metrics_of_their_step_in_all_trackers(runs: Runs) -> No
 
 
 def test_no_tracker_leaves_anything_where_the_command_was_given(runs: Runs) -> None:
-    known = {"0.txt", "1.txt", "lines.jsonl", "run.yaml", "told.py", "cache", "out", "trackio"}
+    known = {"0.txt", "1.txt", "lines.jsonl", "run.yaml", "told.py", "told-1.0.dist-info", "cache", "out", "trackio"}
     assert {path.name for path in runs.directory.iterdir()} == known

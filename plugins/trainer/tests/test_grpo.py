@@ -44,7 +44,10 @@ def run(count: int, mesh: Any, directory: Path, kinds: tuple[str, ...], **enviro
     """Run the cases on so many processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--standalone"]
     directory.mkdir(parents=True, exist_ok=True)
-    paths = os.pathsep.join([str(FOLDER), environment.pop("PACKAGES", ""), os.environ.get("PYTHONPATH", "")])
+    tests = FOLDER.parents[2] / "tests"
+    paths = os.pathsep.join(
+        [str(FOLDER), str(tests), environment.pop("PACKAGES", ""), os.environ.get("PYTHONPATH", "")]
+    )
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONPATH": paths, **environment}
     script = [str(FOLDER / "grpo_cases.py"), str(directory), json.dumps(mesh), *kinds]
     runner = command if count > 1 else [sys.executable]
