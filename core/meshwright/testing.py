@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from meshwright_testing import WorkerPool as WorkerPool
     from meshwright_testing import assert_parity as assert_parity
     from meshwright_testing import compare as compare
+    from meshwright_testing import conformance as conformance
     from meshwright_testing import count_collectives as count_collectives
+    from meshwright_testing import pool as pool
 
 
 def __getattr__(name: str) -> object:

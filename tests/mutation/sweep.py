@@ -145,6 +145,8 @@ def table(results: dict[str, dict[str, str]]) -> str:
         "- *acting*: the config takes and checks the value, but the code that reads it finds the default.",
         "- *given*: the value is dropped before the config is validated; tests of errors count as well.",
         "",
+        "A result stays until its option is tried again; it is not that of the last commit.",
+        "",
         f"{len(results)} options: {killed} killed, {excused} survive with a reason, {len(results) - killed - excused} "
         "others.",
         "",

@@ -94,7 +94,7 @@ def monitor_run(config: Any, ranks: int) -> Any:
 
 
 @hookspec(firstresult=True)
-def plan_run(config: Any, ranks: int) -> list[Any] | None:
+def show_plan(config: Any, ranks: int) -> list[Any] | None:
     """Return what a run would hold, send and take, as Rich renderables (`meshwright train --plan-only`); None to pass.
 
     Takes the arguments of `monitor_run`.

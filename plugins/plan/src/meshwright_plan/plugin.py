@@ -248,7 +248,7 @@ def monitor_run(config: RunConfig, ranks: int) -> Comparison | None:
 
 
 @hookimpl
-def plan_run(config: RunConfig, ranks: int) -> list[Any]:
+def show_plan(config: RunConfig, ranks: int) -> list[Any]:
     from .comparison import plan_of
     from .report import tables
 

@@ -80,7 +80,7 @@ def _plan_only(config: RunConfig) -> None:
     count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
     if os.environ.get("RANK", "0") != "0":
         return
-    parts = get_registry().hook.plan_run(config=config, ranks=count)
+    parts = get_registry().hook.show_plan(config=config, ranks=count)
     if parts is None:
         raise ConfigError(f"--plan-only needs a plugin that is not installed. {how_to_install('plan')}")
     console = output_console(200)
