@@ -22,8 +22,8 @@ import yaml
 from common import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from kill_sweep import Run, end_session
 from support.commands import LAUNCHER_VARIABLES, write_run
+from support.kill_sweep import Run, end_session
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 SEQ_LEN = 64

@@ -7,27 +7,12 @@ that a plugin's module can be loaded without torch.
 
 from __future__ import annotations
 
-import ast
-import importlib
-from functools import cache
-from pathlib import Path
-
-
-@cache
-def _sources() -> dict[str, tuple[str, str]]:
-    """Return the module, relative to this package, and the name there, of each name in the stub."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
-    return {each.asname or each.name: (f".{line.module}", each.name) for line in lines for each in line.names}
+from .base.lazy import import_lazily, lazy_names
 
 
 def __getattr__(name: str) -> object:
-    if name not in _sources():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own = _sources()[name]
-    value = globals()[name] = getattr(importlib.import_module(module, __package__), own)
-    return value
+    return import_lazily(__file__, __name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_sources()])
+    return sorted({*globals(), *lazy_names(__file__)})

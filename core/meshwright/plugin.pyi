@@ -32,6 +32,8 @@ from .base.errors import headline as headline
 from .base.errors import nearest as nearest
 from .base.errors import printable as printable
 from .base.errors import said as said
+from .base.lazy import how_to_install as how_to_install
+from .base.lazy import import_plugin as import_plugin
 from .base.processes import Handle as Handle
 from .base.processes import await_end as await_end
 from .base.processes import end_with_launcher as end_with_launcher
@@ -340,8 +342,6 @@ from .strategy.registry import Failure as Failure
 from .strategy.registry import Registry as Registry
 from .strategy.registry import get_registry as get_registry
 from .strategy.registry import get_strategy as get_strategy
-from .strategy.registry import how_to_install as how_to_install
-from .strategy.registry import import_plugin as import_plugin
 from .strategy.registry import model_layout as model_layout
 from .strategy.stack import Stack as Stack
 from .strategy.stack import resolve as resolve

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.strategy.registry import install_line, installable
+from meshwright.base.lazy import install_line
+from meshwright.strategy.registry import installable
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))

@@ -14,11 +14,12 @@ from support.tiers import mostly_slow
 from typer.testing import CliRunner
 
 from meshwright.base.errors import StrategyError, UnknownStrategyError
+from meshwright.base.lazy import install_line
 from meshwright.cli import main as cli
 from meshwright.cli.main import add_commands
 from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry, install_line, installable
+from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry, installable
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stdlib.yaml"
 

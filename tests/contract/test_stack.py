@@ -10,10 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from meshwright.base.errors import ConfigError, MeshError, ReplicateSizeError, StrategyError
+from meshwright.base.lazy import install_line
 from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.strategy.contract import StrategyConfig, StrategySpec
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.registry import Registry, install_line, installable
+from meshwright.strategy.registry import Registry, installable
 from meshwright.strategy.stack import resolve, strategy_of
 
 

@@ -33,7 +33,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import yaml  # noqa: E402
-from kill_sweep import (  # noqa: E402
+from support import netns  # noqa: E402
+from support.kill_sweep import (  # noqa: E402
     Run,
     arguments,
     command_of,
@@ -45,7 +46,6 @@ from kill_sweep import (  # noqa: E402
     shares,
     write_report,
 )
-from support import netns  # noqa: E402
 from support.replication import ranks_of_agent, spoil  # noqa: E402
 from support.starts import TORCHRUN, clean, free_port  # noqa: E402
 

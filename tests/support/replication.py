@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kill_sweep import Run, fingerprint
+from support.kill_sweep import Run, fingerprint
 from support.starts import clean
 
 

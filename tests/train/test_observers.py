@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from kill_sweep import Started, end_session, make_run
 from support import runs
 from support.commands import LAUNCHER_VARIABLES, write_run
+from support.kill_sweep import Started, end_session, make_run
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.base.validation import FrozenModel

@@ -20,11 +20,22 @@ from typing import Any
 
 import pytest
 import torch
-from kill_sweep import LAYOUTS, Layout, Run, end_session, fingerprint, finish, make_run, members, ranks_of, stat_of
-from kill_sweep import STEPS as KILLED_STEPS
-from kill_sweep import sweep as kill_and_resume
 from support.checkpoints import step_directory
 from support.commands import LAUNCHER_VARIABLES, write_run
+from support.kill_sweep import (
+    LAYOUTS,
+    Layout,
+    Run,
+    end_session,
+    fingerprint,
+    finish,
+    make_run,
+    members,
+    ranks_of,
+    stat_of,
+)
+from support.kill_sweep import STEPS as KILLED_STEPS
+from support.kill_sweep import sweep as kill_and_resume
 from support.runs import Place, output_of_rank
 from support.stacks import STACKS
 

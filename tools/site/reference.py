@@ -17,9 +17,11 @@ from pathlib import Path
 import griffe
 from links import DOCS, ROOT
 
+from meshwright.base.lazy import lazy_names
+
 INDEX = DOCS / "reference" / "README.md"
 PAGES = {
-    "training": ("Training", ("train", "checkpoint", "objectives", "step", "launch")),
+    "training": ("Training", ("train", "meshwright_run", "checkpoint", "objectives", "step", "launch")),
     "mesh": ("World and mesh", ("mesh",)),
     "observers": ("What observers are told", ("events",)),
     "errors": ("Errors", ("base.errors",)),
@@ -66,20 +68,17 @@ def packages() -> list[str]:
 
 def exported(package: str) -> list[str]:
     """The names that a package exports, in its order: `__all__`, and of core what it imports on first use."""
-    if package in ("meshwright", "meshwright.plugin"):
+    if package.partition(".")[0] == "meshwright":
         return [*_modules_of(package)]
     assigned = loaded()[package].members.get("__all__")
     return [] if assigned is None else list(ast.literal_eval(str(assigned.value)))  # type: ignore[union-attr]
 
 
 def _modules_of(package: str) -> dict[str, str]:
-    """The module that defines each name that a package imports on first use."""
-    stub = ROOT.joinpath("core", *package.split(".")).with_suffix(".pyi")
-    if package == "meshwright":
-        module = importlib.import_module(package)
-        return {**module._MODULE_OF, **dict.fromkeys(module._OF_RUN, "train")}
-    lines = [node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(line.module) for line in lines for name in line.names}
+    """The module that defines each name that a package imports on first use, relative to core."""
+    file = importlib.import_module(package).__file__
+    names = {name: module.lstrip(".") for name, (module, _) in lazy_names(str(file)).items()}
+    return {name: module for name, module in names.items() if not name.startswith("_")}
 
 
 @cache

@@ -18,13 +18,14 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from ..base.errors import ConfigError
+from ..base.lazy import how_to_install
 from ..base.processes import leave, prefer_expandable_segments
 from ..base.safe_path import protect_children
 from ..base.version import __version__
 from ..files.commands import told
 from ..files.terminal import escape_messages, say
 from ..files.versions import check_torch
-from ..strategy.registry import Failure, Registry, get_registry, how_to_install
+from ..strategy.registry import Failure, Registry, get_registry
 from .listing import strategies
 
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)

@@ -16,6 +16,6 @@ __all__ = ["Column", "ObjectiveConfig", "check_objective", "get_objective", "lis
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ..strategy.registry import import_plugin
+    from ..base.lazy import import_plugin
 
     return getattr(import_plugin("objectives"), name)

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ..base.errors import ConfigError, nearest
+from ..base.lazy import how_to_install
 from ..base.validation import validated
-from ..strategy.registry import Registry, get_registry, how_to_install
+from ..strategy.registry import Registry, get_registry
 from .base import ObjectiveConfig
 
 

@@ -8,21 +8,19 @@ one name, or two strategies claim one alias, neither gets it: load order must no
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
-from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 from packaging.requirements import Requirement
 from pydantic import BaseModel
 
-from ..base.errors import ConfigError, StrategyError, UnknownStrategyError, nearest
+from ..base.errors import StrategyError, UnknownStrategyError, nearest
+from ..base.lazy import how_to_install, install_line
 from ..mesh.sizes import CLAIMABLE_AXES
 from . import hooks as hookspecs
 from .contract import StrategySpec
@@ -50,28 +48,6 @@ def installable() -> dict[str, str]:
         return {}
     every = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "strategies"})]
     return {normalized(name): name for each in every if each.name == "meshwright" for name in sorted(each.extras)}
-
-
-def install_line(extra: str) -> str:
-    """Return the pip line that installs a plugin of this project, to be run in a clone of it."""
-    return f"pip install -c constraints.txt -e '.[{extra}]'"
-
-
-def how_to_install(extra: str) -> str:
-    """Return a sentence for errors: how to install a plugin of this project."""
-    return f"Install it from a clone of meshwright: {install_line(extra)}"
-
-
-def import_plugin(extra: str, module: str = "") -> ModuleType:
-    """Return the package of a plugin of this project, or a module of it.
-
-    Raises:
-        ConfigError: it is not installed; the text says how to install it.
-    """
-    package = f"meshwright_{extra}"
-    if find_spec(package) is None:
-        raise ConfigError(f"{package} is not installed. {how_to_install(extra)}")
-    return importlib.import_module(f"{package}.{module}" if module else package)
 
 
 @dataclass(frozen=True)

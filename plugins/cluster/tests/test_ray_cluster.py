@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_sweep import Run, fingerprint, finish, make_run
 from support.commands import LAUNCHER_VARIABLES, command
+from support.kill_sweep import Run, fingerprint, finish, make_run
 
 pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_sweep import Run, fingerprint, finish, make_run
 from support.commands import LAUNCHER_VARIABLES
+from support.kill_sweep import Run, fingerprint, finish, make_run
 from support.slurm import Cluster, missing
 
 pytestmark = [pytest.mark.zoo, pytest.mark.skipif(bool(missing()), reason=missing())]

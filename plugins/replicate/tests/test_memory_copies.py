@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_sweep import Run, await_moment, end_session, finish, make_run, ranks_of
 from support import netns
+from support.kill_sweep import Run, await_moment, end_session, finish, make_run, ranks_of
 from support.replication import (
     Training,
     after,

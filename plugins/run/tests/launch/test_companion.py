@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from kill_sweep import await_moment, command_of, end_session, lives, make_run
+from support.kill_sweep import await_moment, command_of, end_session, lives, make_run
 from support.replication import Training, after, ranks_of_agent, said_of
 from support.starts import TORCHRUN, free_port
 

@@ -14,8 +14,19 @@ from typing import Any
 
 import pytest
 import yaml
-from kill_sweep import STEPS, Run, Started, await_moment, end_session, fingerprint, finish, make_run, members, ranks_of
 from support.commands import LAUNCHER_VARIABLES, command, write_run
+from support.kill_sweep import (
+    STEPS,
+    Run,
+    Started,
+    await_moment,
+    end_session,
+    fingerprint,
+    finish,
+    make_run,
+    members,
+    ranks_of,
+)
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.run_file import as_plain, load_run

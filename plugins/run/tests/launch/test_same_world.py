@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from kill_sweep import Run, await_moment, end_session, finish, lives, make_run
 from support import netns
+from support.kill_sweep import Run, await_moment, end_session, finish, lives, make_run
 from support.replication import Training, after, assert_same, ranks_of_agent, said_of
 from support.starts import TORCHRUN, free_port
 

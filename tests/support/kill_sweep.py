@@ -1,6 +1,6 @@
 """Kill runs of `meshwright train` at random moments, and see that they end as one that nobody has killed.
 
-    python tests/faults/kill_sweep.py --kills 40 --seed 16 --json benchmarks/results/kill.json
+    PYTHONPATH=tests python -m support.kill_sweep --kills 40 --seed 16 --json benchmarks/results/kill.json
 
 Each layout trains a tiny model with dropout under a schedule with warm-up. Its runs are killed again and again, each
 time started anew by the same command, and at last left to end. Metrics and exported weights must then be those of a run
@@ -365,7 +365,7 @@ def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[K
 
 def main() -> None:
     options = arguments(__doc__, "--kills", 40, 16, LAYOUTS).parse_args()
-    command = f"python tests/faults/kill_sweep.py --kills {options.count} --seed {options.seed}"
+    command = f"PYTHONPATH=tests python -m support.kill_sweep --kills {options.count} --seed {options.seed}"
     report = new_report(command, steps=STEPS, layouts={}, kills=[])
     with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as workplace:
         for name, count in zip(options.chosen, shares(options.count, len(options.chosen)), strict=True):
