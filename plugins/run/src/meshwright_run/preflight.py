@@ -55,6 +55,7 @@ from meshwright.plugin import (
 
 from .data.chat_template import read_chat_template
 from .data.feed import RunRows, check_groups, lay_out
+from .data.order import ORDER_VERSION
 from .data.prepare import PreparedData, prepare
 from .data.tokenizer import holds_tokenizer, load_tokenizer
 from .fate import check_output, check_restarts
@@ -65,9 +66,6 @@ from .resume import check_source
 from .run_directory import RunDirectory
 from .run_file import RunConfig, layout_of
 from .run_sections import HELD_OUT
-
-ORDER = 2
-"""Version of the order of the data, which checkpoints hold."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ def _identity(
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
         "objective": config.objective,
-        "order": ORDER,
+        "order": ORDER_VERSION,
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return plain
