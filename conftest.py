@@ -64,6 +64,12 @@ def _switches() -> dict[str, Any]:
         found["torch.distributed.is_initialized()"] = torch.distributed.is_initialized()
     if "transformers" in sys.modules:
         found["the verbosity of transformers"] = logging.getLogger("transformers").level
+        loggers = [
+            (name, each) for name, each in logging.root.manager.loggerDict.items() if name.startswith("transformers")
+        ]
+        found["disabled loggers of transformers"] = sorted(
+            name for name, each in loggers if getattr(each, "disabled", False)
+        )
     return found
 
 
