@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from .errors import ConfigError
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
 
 
 @cache
 def lazy_names(file: str) -> Mapping[str, tuple[str, str]]:
     """Return the module and the name there of each name in the stub of `file`; "." begins a module of this package."""
+    import ast
+    from pathlib import Path
+
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
     return {each.name: (f"{'.' * line.level}{line.module}", each.name) for line in lines for each in line.names}
@@ -53,6 +54,10 @@ def import_plugin(extra: str, module: str = "") -> ModuleType:
     Raises:
         ConfigError: it is not installed; the text says how to install it.
     """
+    from importlib.util import find_spec
+
+    from .errors import ConfigError
+
     package = f"meshwright_{extra}"
     if find_spec(package) is None:
         raise ConfigError(f"{package} is not installed. {how_to_install(extra)}")
