@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := requirements.txt pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train sft gpu test test-full test-zoo golden test-versions lint types docs check clean
+.PHONY: train sft gpu test test-full test-zoo golden test-versions test-wheels lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
@@ -50,6 +50,10 @@ golden: .venv/installed
 
 test-versions: .venv/installed
 	$(BIN)/python tests/versions.py
+
+# Each plugin from its wheel, alone with core, in an environment of its own.
+test-wheels: .venv/installed
+	$(BIN)/python tests/wheels.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
