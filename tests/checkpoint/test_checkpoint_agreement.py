@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -10,31 +11,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import step_directory
+from hypothesis import given
+from support.checkpoints import layouts, step_directory
+from support.tiers import mostly_slow
 
 from meshwright import Checkpointer, load_checkpoint
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.places import LocalFolder
 from meshwright.checkpoint.saving import Agreement, Saving, content_of, held_by, settings_of, shares_of
 from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.pieces import Piece, Sharded
+from meshwright.tensors.pieces import SMALL_BYTES, Piece, Rectangle, Sharded, divide
 from meshwright.tensors.state import OptimizerState
 from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fsdp2": ("fsdp2", {}),
-    "ddp": ("ddp", {}),
-    "pipeline": ("fsdp2", {"pp_size": 2}),
-}
 
-
-def _traffic(root: str, strategy: str, sizes: dict[str, int], layers: int) -> tuple[list[Traffic], list[bool]]:
+def _traffic(root: str, sizes: dict[str, int], layers: int) -> tuple[list[Traffic], list[bool]]:
     """Measure the blocking part of three saves, and the writing of the last."""
     case = Case(steps=3, layers=layers)
-    manager = build_manager(strategy, {}, sizes, case)
+    manager = build_manager("fsdp2", {}, sizes, case)
     group, agreement = dist.new_group(backend="gloo"), Agreement()
     found: list[Traffic] = []
     right = []
@@ -61,15 +58,12 @@ def _holds(manager: StrategyManager, directory: Path, expected: dict[str, torch.
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "pipeline"))]
-)
-def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(layout: str, tmp_path: Path) -> None:
-    (strategy, sizes), ranks = LAYOUTS[layout], 2
-    sent = {}
+@pytest.mark.parametrize("sizes", mostly_slow([{}, {"pp_size": 2}]), ids=["fsdp2", "pipeline"])
+def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(sizes: dict[str, int], tmp_path: Path) -> None:
+    ranks, sent = 2, {}
     for layers in (2, 4):
         root = str(tmp_path / f"{layers}")
-        for (first, second, third, written), right in pool(ranks).run(_traffic, root, strategy, sizes, layers):
+        for (first, second, third, written), right in pool(ranks).run(_traffic, root, sizes, layers):
             assert all(right)
             assert first.of("gather")
             assert first.of("scatter")
@@ -129,3 +123,37 @@ def test_no_tensor_is_sent_to_another_rank() -> None:
         "groups": [{"lr": {"$tensor": 0.5, "dtype": "float64"}, "params": ["w"]}],
         "values": {"w": {"step": {"$tensor": 3.0, "dtype": "float32"}}},
     }
+
+
+# -- each element is written once, and all ranks write about alike
+
+
+@given(layouts())
+def test_every_element_is_written_once_by_a_rank_that_has_it(held: list[list[Rectangle]]) -> None:
+    shapes: dict[str, list[int]] = {}
+    for part in itertools.chain(*held):
+        ends = [o + s for o, s in zip(part.offsets, part.sizes, strict=True)]
+        shapes[part.name] = [max(a, b) for a, b in zip(shapes.get(part.name, ends), ends, strict=True)]
+    written = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+    for rank, parts in enumerate(divide(held)):
+        for part in parts:
+            written[part.name][tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] += 1
+            assert any(_inside(part, each) for each in held[rank])
+    assert all(bool((count == 1).all()) for count in written.values())
+
+
+def _inside(part: Rectangle, other: Rectangle) -> bool:
+    return part.name == other.name and all(
+        w <= p and p + ps <= w + ws
+        for p, ps, w, ws in zip(part.offsets, part.sizes, other.offsets, other.sizes, strict=True)
+    )
+
+
+def test_replicas_write_equal_shares_of_every_large_tensor() -> None:
+    tensors = [Rectangle("embedding", (0, 0), (32000, 1024), 4), Rectangle("wide", (0, 0), (3, 4_000_003), 4)]
+    small = [Rectangle(f"norm{n}", (0,), (1024,), 4) for n in range(33)]
+    owned = divide([tensors + small] * 4)
+    written = [sum(part.nbytes for part in parts) for parts in owned]
+    assert sum(written) == sum(each.nbytes for each in tensors + small)
+    assert max(written) < 1.001 * min(written)
+    assert all(each.nbytes < SMALL_BYTES for each in small)

@@ -18,6 +18,7 @@ from support.checkpoints import error_of, flip, reseal, restored, step_directory
 from support.commands import invoke
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
+from meshwright.base.errors import TornCheckpointError
 from meshwright.checkpoint import export_checkpoint, newest_checkpoint, read_manifest
 from meshwright.checkpoint.index import INDEX, read_index
 from meshwright.checkpoint.manifest import MANIFEST
@@ -147,15 +148,6 @@ def test_what_is_not_whole_is_named_and_an_older_one_is_taken(damage: str, saved
     assert (code, "torn" in table, "whole" in table) == (1, True, True)
 
 
-def test_show_tells_what_is_in_whole_ones(saved: Path) -> None:
-    for directory in (saved, step_directory(saved, 2)):
-        code, table = invoke("checkpoint", "show", directory)
-        assert code == 0, table
-        assert all(text in table for text in ("fsdp2", "dp_shard=2", "float32", "whole", "2"))
-    code, missing = invoke("checkpoint", "show", saved / "none")
-    assert (code, "is no directory" in missing) == (2, True)
-
-
 # -- forged indices and manifests, and other formats
 
 
@@ -218,8 +210,9 @@ def test_another_format_is_refused_and_named(version: Any, copy: Path) -> None:
     # A newer format may have its checksum elsewhere.
     content.pop("sha256")
     (copy / MANIFEST).write_text(json.dumps({**content, "format": version}, indent=1) + "\n")
-    with pytest.raises(CheckpointError, match="reads 2 and 3"):
+    with pytest.raises(CheckpointError, match="reads 2 and 3") as caught:
         read_manifest(copy)
+    assert not isinstance(caught.value, TornCheckpointError)
 
 
 def test_files_that_the_manifest_does_not_name_are_not_exported(copy: Path, tmp_path: Path) -> None:

@@ -150,12 +150,6 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
 ) -> None:
     _saved(tmp_path, 1)
     path = step_directory(tmp_path, 1)
-    text = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(text.replace('"format": ', '"format": 9'))
-    with pytest.raises(CheckpointError, match="has format 9") as caught:
-        read_manifest(path)
-    assert not isinstance(caught.value, TornCheckpointError)
-    (path / MANIFEST).write_text(text)
 
     def fail(path: Path, *_: Any, **__: Any) -> Any:
         raise OSError(5, "Input/output error", str(path))

@@ -60,18 +60,6 @@ def test_each_group_goes_on_with_its_own_rate(name: str, order: list[int]) -> No
     assert _rates(resumed, again, 4) == expected
 
 
-def test_rates_that_were_changed_by_hand_go_on() -> None:
-    first = _optimizer(0.1, 0.1)
-    scheduler = SCHEDULES["lambda"](first)
-    scheduler.base_lrs = [0.2, 0.4]
-    _rates(scheduler, first, 2)
-    note_rates(scheduler)
-    again = _optimizer(0.1)
-    resumed = SCHEDULES["lambda"](again)
-    load_schedule(resumed, _loaded(again, first, [1], scheduler))
-    assert _rates(resumed, again, 3) == [[rates[1]] for rates in _rates(scheduler, first, 3)]
-
-
 def test_what_no_group_brings_is_refused_in_another_number() -> None:
     first = _optimizer(0.1, 0.1)
     scheduler = CyclicLR(first, base_lr=0.01, max_lr=[0.2, 0.3], step_size_up=3)

@@ -57,34 +57,19 @@ def _verify(*arguments: object) -> tuple[int, str]:
     return invoke("checkpoint", "verify", *arguments)
 
 
-def test_what_is_whole_is_read_to_its_last_byte(root: Path) -> None:
+def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_its_checkpoint(root: Path) -> None:
+    one, two, three = (step_directory(root, step) for step in (1, 2, 3))
     code, output = _verify(root)
-    assert code == 0, output
-    for step in (1, 2, 3):
-        manifest = read_manifest(step_directory(root, step))
-        nbytes = sum(each.size for each in manifest.files.values())
-        how = "not signed" if step == 3 else "signed, not checked"
-        line = f"{step_directory(root, step)}: whole, {len(manifest.files)} files, {nbytes:,} bytes read, {how}"
-        assert line in output.splitlines()
-    assert _verify(step_directory(root, 3))[0] == 0
-
-
-def test_each_file_that_is_wrong_is_named_with_its_checkpoint(root: Path) -> None:
-    two, three = step_directory(root, 2), step_directory(root, 3)
+    assert (code, output.count(": whole, ")) == (0, 3), output
+    assert f"{sum(each.size for each in read_manifest(three).files.values()):,} bytes read, not signed" in output
     flip(two / "tensors-00001.bin")
     (two / "optimizer-00000.json").unlink()
     (three / MANIFEST).unlink()
     code, output = _verify(root)
     assert code == 1
-    lines = output.splitlines()
-    torn = lines.index(next(line for line in lines if line.startswith(f"{two}: torn")))
-    assert sorted(lines[torn + 1 : torn + 3]) == [
-        "  optimizer-00000.json is missing",
-        "  the contents of tensors-00001.bin have changed since it was written",
-    ]
-    assert f"{three}: torn" in lines
-    assert any("was never completed" in line for line in lines)
-    assert any(line.startswith(f"{step_directory(root, 1)}: whole") for line in lines)
+    wrong = ("optimizer-00000.json is missing", "the contents of tensors-00001.bin have changed", "was never completed")
+    for text in (f"{one}: whole", f"{two}: torn", f"{three}: torn", *wrong):
+        assert text in output
 
 
 def test_bad_input_is_told_with_exit_code_2(root: Path, tmp_path: Path) -> None:
@@ -92,7 +77,6 @@ def test_bad_input_is_told_with_exit_code_2(root: Path, tmp_path: Path) -> None:
         ((root / "none",), "is no directory"),
         ((tmp_path,), "was never completed"),
         ((root, "--key-file", root / "nokey"), "cannot be read"),
-        ((Path("nonsense:/") / "x",), "no directory"),
         (("s33://bucket/x",), "not opened: 's33'. Did you mean 's3'?"),
     ):
         code, output = _verify(*arguments)
@@ -202,7 +186,6 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
     ("files", "told"),
     [
         (["ours", "ours"], "the same"),
-        ([None, None], "the same"),
         (["ours", "theirs"], "holds another key on some nodes than on others. Give all of them the same file"),
         (["ours", None], "holds another key on some nodes than on others"),
         (["none", "ours"], "cannot be read: No such file or directory"),

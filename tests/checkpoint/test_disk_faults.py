@@ -10,14 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoint_runs import Ended, Runs
 
-from meshwright.checkpoint import read_manifest
 from meshwright_run.report import Lines
 
 FULL, READ_ONLY, BROKEN = 28, 30, 5
@@ -57,14 +56,6 @@ def _check(ended: Ended, undisturbed: Ended, steps: list[int], *told: str) -> No
     assert ended.numbers == undisturbed.numbers
     for text in told:
         assert text in ended.output, ended.output
-
-
-@no_library
-@pytest.mark.slow
-def test_training_goes_on_and_later_checkpoints_are_written(run: Run, undisturbed: Ended) -> None:
-    ended = run("no-name", f"step-00000004.writing rename {BROKEN} 0 -1", retries=0)
-    _check(ended, undisturbed, [2, 6, 8], "Input/output error", "Training goes on (checkpoint.on_error=continue)")
-    assert len(re.findall(r"step-00000004 c\w+ (?:not )?be written", ended.output)) == 1
 
 
 @no_library
@@ -133,28 +124,3 @@ def test_lines_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     assert lines.add("fourth\n") is None
     lines.close()
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk whose size can be set."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    try:
-        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
-@no_library
-@pytest.mark.slow
-def test_a_disk_that_is_full_keeps_what_it_has(run: Run, undisturbed: Ended, small_disk: Path) -> None:
-    size = sum(each.size for each in read_manifest(undisturbed.directory / "checkpoints/step-00000002").files.values())
-    subprocess.run(["mount", "-o", f"remount,size={int(1.7 * size) // 4096 * 4}k", str(small_disk)], check=True)
-    ended = run("small", to=str(small_disk / "checkpoints"))
-    assert (ended.code, "No space left on device" in ended.output) == (0, True), ended.output
-    assert ended.whole(small_disk / "checkpoints") == [2]
-    assert ended.numbers == undisturbed.numbers

@@ -6,14 +6,12 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.checkpoint_runs import Ended, Runs
 from support.commands import invoke
 
@@ -91,12 +89,6 @@ def _again(ended: Ended, local: Ended, told: str) -> None:
     assert ended.numbers[1] == local.numbers[1]
 
 
-def _exported(source: str, output: Path, *more: str) -> Path:
-    code, told = invoke("export", *more, source, str(output))
-    assert code == 0, told
-    return output
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: Ended, tmp_path: Path) -> None:
     url = f"{BUCKET}/killed"
@@ -118,7 +110,8 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     code, output = invoke("checkpoint", "verify", url)
     assert (code, f"{url}/step-00000006: whole" in output) == (0, True)
     assert invoke("checkpoint", "show", url)[0] == 0
-    out = _exported(f"{url}/step-00000006", tmp_path / "exported")
+    out = tmp_path / "exported"
+    assert invoke("export", f"{url}/step-00000006", str(out))[0] == 0
     assert (out / "model.safetensors").read_bytes() == (local.directory / "model/model.safetensors").read_bytes()
     assert (out / "tokenizer.json").exists()
 
@@ -193,44 +186,17 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
 
 
 @pytest.mark.slow
-def test_adapters_are_exported_and_merged_from_a_url(runs: Runs, local: Ended, tmp_path: Path) -> None:
-    file, base = runs.write("adapted", to=f"{BUCKET}/adapted"), local.directory / "model"
-    values = yaml.safe_load(file.read_text())
-    values["data"].pop("vocab_size")
-    values["model"] = {"path": str(base), "peft": {"type": "lora", "r": 2, "target_modules": "all-linear"}}
-    file.write_text(yaml.safe_dump(values))
-    ended = runs.end("adapted", runs.begin(file))
-    assert ended.code == 0, ended.output
-    url, model = f"{BUCKET}/adapted/step-00000006", ended.directory / "model"
-    adapters = [place / "adapter_model.safetensors" for place in (model, _exported(url, tmp_path / "adapter"))]
-    assert adapters[0].read_bytes() == adapters[1].read_bytes()
-    merged = _exported(url, tmp_path / "merged", "--merge")
-    of_directory = _exported(str(model), tmp_path / "other", "--merge")
-    weights = [(place / "model.safetensors").read_bytes() for place in (merged, of_directory, base)]
-    assert weights[0] == weights[1] != weights[2]
-
-
-@pytest.mark.parametrize(
-    "on_error", [pytest.param("continue", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.zoo)]
-)
-def test_a_server_that_goes_away_is_told_and_tried_again(
-    on_error: str, runs: Runs, local: Ended, server: Server
-) -> None:
-    name = f"lost-{on_error}"
-    process = runs.begin(runs.write(name, on_error=on_error, retries=1, to=f"{BUCKET}/{name}"))
-    _await_step_2(name)
+def test_a_server_that_goes_away_is_told_and_tried_again(runs: Runs, local: Ended, server: Server) -> None:
+    process = runs.begin(runs.write("lost", on_error="continue", retries=1, to=f"{BUCKET}/lost"))
+    _await_step_2("lost")
     server.server.stop()
     try:
-        ended = runs.end(name, process)
+        ended = runs.end("lost", process)
     finally:
         server.start()
-    assert "Trying again in" in ended.output
+    ended.fails(0, "Trying again in")
     assert re.search(r"step-0000000\d could not be written|step-0000000\d cannot be written", ended.output)
-    ended.fails(0 if on_error == "continue" else 1, "")
-    if on_error == "continue":
-        assert ended.numbers == local.numbers
-    else:
-        assert re.search(r"error: the checkpoint \S+ c\w+ (not )?be written", ended.output)
+    assert ended.numbers == local.numbers
 
 
 @pytest.mark.slow
@@ -273,16 +239,3 @@ def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Se
     assert folder.sizes() == {"a/b.bin": 200}
     folder.move(RemoteFolder(f"{BUCKET}/moved"))
     assert (folder.sizes(), RemoteFolder(f"{BUCKET}/moved").sizes()) == (None, {"a/b.bin": 200})
-
-
-def test_what_a_broken_connection_leaves_behind_is_no_traceback_and_what_else_fails_is(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    files, _ = RemoteFolder(f"{BUCKET}/tasks")._opened()
-    done = threading.Event()
-    for error in (ConnectionResetError("Cannot write to closing transport"), KeyError("x")):
-        context = {"message": "never retrieved", "exception": error}
-        files.loop.call_soon_threadsafe(files.loop.call_exception_handler, context)
-    files.loop.call_soon_threadsafe(done.set)
-    assert done.wait(10)
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]

@@ -26,7 +26,7 @@ from meshwright.cli import main as cli
 from meshwright.model.model_files import kept_files, note_files, without_replaced
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.models import case_model, case_reason, known_models
+from meshwright_testing.models import case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -95,17 +95,22 @@ def test_all_ranks_or_one_process_write_what_save_pretrained_would(layout: str, 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("export") / "checkpoint"
-    pool(1).run(_save, str(path))
+    pool(1).run(_save, str(path), _make_generation_config_odd)
     return path
 
 
-def _save(path: str, change: Callable[[Any], object] = id) -> None:
+def _make_generation_config_odd(model: Any) -> None:
+    # Published so by some models: transformers reads it with a warning, and its save_pretrained may refuse it.
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+
+
+def _save(path: str, change: Callable[[Any], object]) -> None:
     manager = build_manager("single", {}, {}, Case())
     change(manager.model_parts[0])
     save_checkpoint(manager, path, step=3)
 
 
-def test_weights_are_converted_and_files_bounded(checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_are_converted_files_bounded_and_a_generation_config_kept(checkpoint: Path, tmp_path: Path) -> None:
     export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.bfloat16, max_shard_size="10KB")
     files = list((tmp_path / "half").glob("*.safetensors"))
     contents = _contents(tmp_path / "half")
@@ -114,6 +119,7 @@ def test_weights_are_converted_and_files_bounded(checkpoint: Path, tmp_path: Pat
     assert all(path.stat().st_size <= max(10_000, largest) + 2000 for path in files)
     assert {tensor.dtype for tensor in contents.values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+    assert json.loads((tmp_path / "half" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
 def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
@@ -149,10 +155,6 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
         export_checkpoint(tmp_path / "none", tmp_path / "out")
     with pytest.raises(ConfigError, match="max_shard_size='much'"):
         export_checkpoint(checkpoint, tmp_path / "out", max_shard_size="much")
-    for arguments in (["none", "out"], [str(checkpoint), str(tmp_path / "full")]):
-        done = CliRunner().invoke(cli.app, ["export", *arguments])
-        assert done.exit_code in (1, 2)
-        assert done.stderr.startswith("error: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -164,7 +166,7 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
     mostly_slow(
         [
             *itertools.product(["llama"], doors.TIES, doors.DOORS),
-            *itertools.product(["gpt2", "mixtral", "opt", "roberta"], doors.TIES, ["Python"]),
+            *itertools.product(["gpt2", "mixtral", "roberta"], doors.TIES, ["Python"]),
             # A type that trains without a cache alone.
             ("bamba", "plain", "merge"),
         ]
@@ -200,7 +202,7 @@ def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["fsdp2", "pipeline"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_code_unties_or_ties_is_exported_so(tied: bool, layout: str, tmp_path: Path) -> None:
     strategy, ranks, sizes = LAYOUTS[layout]
@@ -209,24 +211,6 @@ def test_a_head_that_code_unties_or_ties_is_exported_so(tied: bool, layout: str,
     assert loaded.config.tie_word_embeddings is not tied
     assert torch.equal(loaded.lm_head.weight, head)
     assert torch.equal(loaded.get_input_embeddings().weight, head / 2 if tied else head)
-
-
-def _untie_one(root: str) -> Tensor:
-    model: Any = case_model("roberta", tied=True, seed=0, dtype=torch.float32)
-    weight = model.get_output_embeddings().weight
-    model.get_output_embeddings().weight = nn.Parameter(weight.detach() * 2)
-    save_checkpoint(manager_of(model), f"{root}/checkpoint", step=1)
-    export_checkpoint(f"{root}/checkpoint", f"{root}/out")
-    return weight.detach() * 2
-
-
-@pytest.mark.slow
-def test_one_of_several_tied_weights_is_exported_where_it_has_values_of_its_own(tmp_path: Path) -> None:
-    # The bias of this head stays tied, so that its configuration cannot say what is.
-    (head,) = pool(1).run(_untie_one, str(tmp_path))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.config.tie_word_embeddings
-    assert torch.equal(loaded.get_output_embeddings().weight, head)
 
 
 # -- files beside the weights
@@ -247,7 +231,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def test_files_that_lie_elsewhere_are_left_out_and_told(tmp_path: Path) -> None:
+def test_files_that_lie_elsewhere_are_left_out_and_told_unless_all_are_links(tmp_path: Path) -> None:
     secret, base = tmp_path / "secret", tmp_path / "base"
     secret.write_text("key")
     base.mkdir()
@@ -262,46 +246,12 @@ def test_files_that_lie_elsewhere_are_left_out_and_told(tmp_path: Path) -> None:
         f"{base / 'LICENSE'} is a link to another directory, and is left out of checkpoints and exports.",
     )
     assert kept_files(model) == {"NOTICE.txt": b"Terms."}
-
-
-def test_files_of_a_directory_of_links_are_kept(tmp_path: Path) -> None:
-    files, base = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
+    # As the cache of the hub has them.
+    files, links, model = tmp_path / "blobs", tmp_path / "snapshots", nn.Linear(1, 1)
     files.mkdir()
-    base.mkdir(parents=True)
+    links.mkdir()
     for name in ("config.json", "LICENSE", "vocab.txt"):
         (files / name).write_text("{}")
-        (base / name).symlink_to(files / name)
-    model = nn.Linear(1, 1)
-    assert note_files(model, base) == ()
+        (links / name).symlink_to(files / name)
+    assert note_files(model, links) == ()
     assert kept_files(model) == {"LICENSE": b"{}", "vocab.txt": b"{}"}
-
-
-def _make_generation_config_odd(model: Any) -> None:
-    # Published so by some models: transformers reads it with a warning, and its save_pretrained may refuse it.
-    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
-
-
-def test_a_generation_config_that_transformers_would_not_save_is_kept(tmp_path: Path) -> None:
-    pool(1).run(_save, str(tmp_path / "checkpoint"), _make_generation_config_odd)
-    export_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
-
-
-def _round_trip(model_type: str, root: str) -> Any:
-    case = Case(model_type=model_type, tied=None, dtype="float32")
-    manager = build_manager("single", {}, {}, case)
-    save_checkpoint(manager, f"{root}/checkpoint", step=0)
-    export_checkpoint(f"{root}/checkpoint", f"{root}/exported")
-    manager.model_parts[0].save_pretrained(f"{root}/plain")  # type: ignore[operator]
-    expected, found = _contents(Path(root, "plain")), _contents(Path(root, "exported"))
-    if expected.keys() != found.keys():
-        return sorted(expected.keys() ^ found.keys())[:5]
-    return [name for name in expected if not torch.equal(expected[name], found[name])]
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("model_type", known_models("all"))
-def test_every_architecture_is_exported_as_save_pretrained_would(model_type: str, tmp_path: Path) -> None:
-    if reason := case_reason(model_type):
-        pytest.skip(reason)
-    assert pool(1).run(_round_trip, model_type, str(tmp_path)) == [[]]

@@ -5,98 +5,78 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.checkpoints import error_of
 from support.tiers import mostly_slow
 
-from meshwright import MeshwrightError
 from meshwright.testing import Case, assert_parity
 from meshwright_testing import pool
-from meshwright_testing.parity import build_manager, train_steps
+from meshwright_testing.parity import build_manager
 
-HALF = Case(dtype="bfloat16", steps=3)
+pytest.importorskip("megatron_fsdp")
+pytestmark = pytest.mark.filterwarnings("ignore:use_custom_fsdp")
+
+SHARDING = "data_parallel_sharding_strategy"
+ZERO3 = {"use_megatron_fsdp": True, SHARDING: "optim_grads_params"}
+HSDP = {**ZERO3, "num_distributed_optimizer_instances": 2}
+OUTER = {**HSDP, "outer_dp_sharding_strategy": "optim", "gradient_reduce_div_fusion": False}
+OLD_NAME = {"use_custom_fsdp": True, SHARDING: "optim_grads_params"}
 
 
-def _handed_over(config: dict[str, Any], sizes: Any = None) -> Any:
-    try:
-        manager = build_manager("ddp", {"use_megatron_fsdp": True, **config}, sizes or {}, Case())
-    except MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return manager.config.model_dump(), manager.mesh.degrees.dp_shard
+def _built(config: dict[str, Any], sizes: dict[str, int]) -> Any:
+    found: list[Any] = []
+    if error := error_of(lambda: found.append(build_manager("ddp", config, sizes, Case()))):
+        return error
+    degrees, options = found[0].mesh.degrees, found[0].config
+    return degrees.dp_replicate, degrees.dp_shard, options.shards_outer, options.model_dump()
 
 
 @pytest.mark.parametrize(
-    ("sharding", "config", "expected"),
+    ("ranks", "config", "own", "degrees", "expected"),
     mostly_slow(
         [
-            ("optim", {}, {"zero_dp_strategy": 1, "overlap_grad_reduce": False, "overlap_param_gather": False}),
-            (
-                "optim_grads_params",
-                {"preserve_fp32_weights": False},
-                {"zero_dp_strategy": 3, "overlap_grad_reduce": True},
-            ),
-            (
-                "optim_grads",
-                {"check_for_nan_in_grad": True, "overlap_param_gather": True, "activation_checkpointing": "full"},
-                {"zero_dp_strategy": 2},
-            ),
-            (
-                "optim_grads_params",
-                {"suggested_communication_unit_size": 10, "fsdp_double_buffer": True, "average_in_collective": True},
-                {},
-            ),
+            (2, {SHARDING: "optim"}, {}, (1, 2, False), {"zero_dp_strategy": 1, "overlap_grad_reduce": False}),
+            (2, {SHARDING: "optim_grads"}, {"check_for_nan_in_grad": True}, (1, 2, False), {"zero_dp_strategy": 2}),
+            (2, ZERO3, {"preserve_fp32_weights": False}, (1, 2, False), {"overlap_grad_reduce": True}),
+            (2, ZERO3, {"suggested_communication_unit_size": 10, "fsdp_double_buffer": True}, (1, 2, False), {}),
+            (2, OLD_NAME, {}, (1, 2, False), {"zero_dp_strategy": 3, "gradient_reduce_div_fusion": True}),
+            (4, HSDP, {}, (2, 2, False), {"gradient_reduce_div_fusion": True}),
+            (4, OUTER, {}, (2, 2, True), {"gradient_reduce_div_fusion": False}),
         ]
     ),
     ids=str,
 )
 def test_every_option_is_handed_over_as_it_stands_defaults_too(
-    sharding: str, config: dict[str, Any], expected: dict[str, Any]
+    ranks: int, config: dict[str, Any], own: dict[str, Any], degrees: tuple[object, ...], expected: dict[str, Any]
 ) -> None:
     # What differs between the defaults of the two.
     ours = {"preserve_fp32_weights": True, "check_for_nan_in_grad": False}
-    given = {"data_parallel_sharding_strategy": sharding, "use_distributed_optimizer": sharding == "optim_grads"}
-    for theirs, dp_shard in pool(2).run(_handed_over, given | config):
-        assert dp_shard == 2
-        assert (ours | config | expected).items() <= theirs.items()
+    for *found, options in pool(ranks).run(_built, {"use_megatron_fsdp": True, **config, **own}, {}):
+        assert tuple(found) == degrees
+        assert (ours | own | expected).items() <= options.items()
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "sizes", "told"),
     [
-        ({"bucket_size": 5}, "bucket_size=5 is no option of megatron_fsdp"),
-        ({"use_distributed_optimizer": True}, "Set data_parallel_sharding_strategy to optim or more"),
-        ({"keep_fp8_transpose_cache": True}, "float8 parameters"),
-        ({"nccl_ub": True}, "nccl_ub=true"),
-        ({"disable_symmetric_registration": True}, "acts only with nccl_ub"),
+        ({"bucket_size": 5}, {}, "bucket_size=5 is no option of megatron_fsdp"),
+        ({SHARDING: "no_shard", "use_distributed_optimizer": True}, {}, f"Set {SHARDING} to optim or more"),
+        ({"keep_fp8_transpose_cache": True}, {}, "float8 parameters"),
+        ({"nccl_ub": True}, {}, "nccl_ub=true"),
+        ({"disable_symmetric_registration": True}, {}, "acts only with nccl_ub"),
+        ({"outer_dp_sharding_strategy": "optim"}, {}, "outer_dp_sharding_strategy=optim shards over"),
+        ({"num_distributed_optimizer_instances": 3}, {}, "num_distributed_optimizer_instances=3 does not di"),
+        ({}, {"pp_size": 2}, "cannot train one stage of a pipeline"),
     ],
     ids=str,
 )
-def test_what_the_other_strategy_cannot_do_is_refused_on_all_ranks(config: dict[str, Any], told: str) -> None:
-    first, second = pool(2).run(_handed_over, config)
+def test_what_the_other_strategy_cannot_do_is_refused_on_all_ranks(
+    config: dict[str, Any], sizes: dict[str, int], told: str
+) -> None:
+    first, second = pool(2).run(_built, {**ZERO3, **config}, sizes)
     assert first == second
     assert told in first
 
 
-@pytest.mark.parametrize("sharding", mostly_slow(["no_shard", "optim", "optim_grads_params"]))
-def test_parity_of_what_is_handed_over(sharding: str) -> None:
-    config = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": sharding}
-    assert_parity("ddp", Case(microbatches=2, sequences=8), world_size=2, config=config)
-
-
-def _losses(strategy: str, config: dict[str, Any]) -> list[float]:
-    return train_steps(build_manager(strategy, config, {}, HALF), HALF, range(HALF.steps))[0]
-
-
-@pytest.mark.slow
-def test_preserve_fp32_weights_means_what_the_first_class_says() -> None:
-    ours = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
-    found = [pool(2).run(_losses, "ddp", ours | each)[0] for each in ({}, {"preserve_fp32_weights": False})]
-    told = [
-        pool(2).run(_losses, "megatron_fsdp", {"preserve_fp32_weights": value, "check_for_nan_in_grad": False})[0]
-        for value in (True, False)
-    ]
-    assert found == told
-    assert found[0] != found[1]
-
-
-@pytest.mark.slow
-def test_a_stage_of_a_pipeline_is_not_handed_over() -> None:
-    assert all("cannot train one stage of a pipeline" in text for text in pool(2).run(_handed_over, {}, {"pp_size": 2}))
+@pytest.mark.parametrize(("ranks", "config"), mostly_slow([(2, ZERO3), (4, OUTER)]), ids=str)
+def test_parity_of_what_is_handed_over(ranks: int, config: dict[str, Any]) -> None:
+    assert_parity("ddp", Case(microbatches=2, sequences=8), world_size=ranks, config=config)

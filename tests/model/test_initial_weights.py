@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from meshwright import ConfigError, ModelError, from_config, optimizer_factory
+from meshwright import ModelError, from_config, optimizer_factory
 from meshwright.model import drawn_weights, random_tiles
 from meshwright.model.drawn_weights import DeferredModel
-from meshwright.model.pretrained import new_model_on_meta
-from meshwright.model.random_tiles import Fill, Grid, Recipe
+from meshwright.model.random_tiles import Fill, Recipe
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import Case
-from meshwright_run.run_file import OptimizerConfig, load_run
+from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
 from meshwright_testing.models import tiny_model
 from meshwright_testing.parity import full_weights, train_steps
-from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright_testing.zoo import zoo_config
 
 # Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
 # rescaled projections, submodels.
@@ -82,13 +81,10 @@ def _assert_alike(name: str, found: Tensor, expected: Tensor) -> None:
 
 
 def test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ() -> None:
-    model, values = _deferred(_config())
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = _all_of(model, values)
-        # The generator stays where it was.
-        assert torch.equal(torch.get_rng_state(), state)
+        alone = _all_of(*_deferred(_config()))
         torch.set_num_threads(3)
         together = _all_of(*_deferred(_config()))
     finally:
@@ -99,11 +95,6 @@ def test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ() -> None
     assert not any(torch.equal(alone[name], other[name]) for name in drawn)
     rows = torch.cat([alone[name].flatten()[: alone[name].numel() // 64 * 64].view(-1, 64) for name in drawn])
     assert len(torch.unique(rows, dim=0)) == len(rows)
-
-
-def test_numbers_of_tiles_are_spread_one_to_one() -> None:
-    assert len({random_tiles._mixed(value) for value in range(1 << 17)}) == 1 << 17
-    assert max(random_tiles._mixed(value) for value in range(1000)) > 1 << 31
 
 
 @pytest.mark.parametrize("shape", [(7,), (200_000,), (3, 5), (700, 1300), (5, 40, 33), (4, 2, 3, 100), ()])
@@ -118,9 +109,6 @@ def test_rectangles_of_any_shape_are_cut_from_the_same_values(shape: tuple[int, 
         sizes = [int(size * end) - offset for size, offset in zip(shape, offsets, strict=True)]
         part = full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
         assert torch.equal(recipe.part(offsets, sizes), part)
-    assert Grid.of(shape).count == len(
-        list(Grid.of(shape).tiles(slice(0, Grid.of(shape).rows), slice(0, Grid.of(shape).columns)))
-    )
 
 
 def test_rows_that_are_set_are_set_in_every_tile() -> None:
@@ -146,7 +134,7 @@ def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init:
 
     random_tiles.Recipe._tile = counted  # type: ignore[method-assign]
     try:
-        manager = from_config(AutoConfig.for_model(**config), strategy, device="cpu", seed=7, init=init, **sizes)  # type: ignore[arg-type]
+        manager = from_config(config, strategy, device="cpu", seed=7, init=init, **sizes)  # type: ignore[arg-type]
     finally:
         random_tiles.Recipe._tile = tile  # type: ignore[method-assign]
     return {name: value.clone() for name, value in full_weights(manager).items()}, sum(tiles)
@@ -181,35 +169,13 @@ def test_a_rank_draws_what_it_holds() -> None:
     assert most <= total / 4 + 2 * tile_rows
 
 
-def test_the_values_of_transformers_are_there_for_the_asking() -> None:
+@pytest.mark.parametrize("sizes", mostly_slow([{}, {"tp_size": 2}, {"pp_size": 2}]), ids=str)
+def test_the_values_of_transformers_are_there_for_the_asking(sizes: dict[str, int]) -> None:
     torch.manual_seed(7)
     expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).state_dict()
-    for found, drawn in pool(2).run(_weights, "fsdp2", LLAMA, {}, "as_transformers"):
+    for found, drawn in pool(2).run(_weights, "fsdp2", LLAMA, sizes, "as_transformers"):
         assert drawn == 0
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_an_init_that_there_is_not_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(
-        ModelError, match=r"init='paralel' is not one of parallel, as_transformers. Did you mean 'parallel'"
-    ):
-        new_model_on_meta(_config(), torch.float32, 0, init="paralel")
-    (tmp_path / "run.yaml").write_text("model: {path: somewhere, init: parallel}\nsteps: 1\nbatch_size: 1\n")
-    with pytest.raises(ConfigError, match="init says how new weights are drawn, and these come from a directory"):
-        load_run(tmp_path / "run.yaml", [])
-
-
-FALLBACKS = ("diffllama", "xlnet")
-"""Types whose constructors give a parameter memory even on the meta device: each rank draws them whole."""
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("model_type", [each for each in zoo_types() if zoo_reason(each) is None])
-def test_every_type_has_initial_weights(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, weights = new_model_on_meta(zoo_config(model_type), torch.float32, 0)
-    assert (weights is None) is (model_type in FALLBACKS)
-    if weights is not None:
-        test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(model_type, monkeypatch)
 
 
 WIDE = ("main_params_dtype", "main_grads_dtype")
@@ -223,13 +189,14 @@ WIDE = ("main_params_dtype", "main_grads_dtype")
 )
 def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
+    monkeypatch.setattr(drawn_weights, "BUDGET_BYTES", 0)
     torch.manual_seed(3)
     whole = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
     after = torch.get_rng_state()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
     torch.manual_seed(3)
-    values = DeferredModel(model, budget_bytes=0)
+    values = DeferredModel(model)
     # What is drawn next is what would have been drawn.
     assert torch.equal(torch.get_rng_state(), after)
     materialize(model, "cpu")
@@ -242,29 +209,8 @@ def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monk
     assert [name for name, _ in whole.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
-def test_memory_is_bounded_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
-    with torch.device("meta"):
-        model = tiny_model()
-    largest = max(p.nbytes for p in model.parameters())
-    peaks = []
-
-    class Outline(drawn_weights._Outline):
-        def __torch_dispatch__(self, *arguments: Any) -> Any:
-            result = super().__torch_dispatch__(*arguments)
-            peaks.append(sum(storage.nbytes() for storage in self._storages.values()))
-            return result
-
-    monkeypatch.setattr(drawn_weights, "_Outline", Outline)
-    built = DeferredModel(model, budget_bytes=largest)
-    # One beside those that an operator works on: no model of 13 times as much.
-    assert max(peaks) <= 3 * largest < sum(p.nbytes for p in model.parameters()) / 2
-    materialize(model, "cpu")
-    fill(model, built)
-
-
 def _parallelized(
-    strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int = 1
+    strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int
 ) -> tuple[Any, ...]:
     drawn_weights.LARGE_BYTES = 64
     manager = empty_manager(strategy, config, {"tp_size": tp_size})
@@ -280,45 +226,32 @@ def _parallelized(
     return weights, losses, local, same, model.model.rotary_emb.inv_freq
 
 
-@pytest.mark.parametrize("tied", mostly_slow([False, True]))
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "config"),
+    ("strategy", "ranks", "tied", "config", "tp_size"),
     mostly_slow(
         [
-            ("single", 1, {}),
-            ("ddp", 2, {}),
-            ("ddp", 2, {"engine": "bucketed", "use_distributed_optimizer": True}),
-            ("fsdp2", 3, {}),
-            ("fsdp2", 3, {"activation_checkpointing": "full", "reshard_after_forward": True}),
-            ("megatron_fsdp", 3, {}),
-            ("megatron_fsdp", 3, {"zero_dp_strategy": 0}),
-            ("megatron_fsdp", 3, {"zero_dp_strategy": 1, **dict.fromkeys(WIDE, "float64")}),
+            ("single", 1, False, {}, 1),
+            ("ddp", 2, True, {}, 1),
+            ("ddp", 2, True, {"engine": "bucketed", "use_distributed_optimizer": True}, 1),
+            ("fsdp2", 3, True, {"activation_checkpointing": "full", "reshard_after_forward": True}, 1),
+            ("fsdp2", 4, False, {}, 2),
+            ("megatron_fsdp", 3, True, {}, 1),
+            ("megatron_fsdp", 3, True, {"zero_dp_strategy": 1, **dict.fromkeys(WIDE, "float64")}, 1),
         ]
     ),
     ids=str,
 )
 def test_sharded_on_meta_and_trained_bit_for_bit_as_without(
-    strategy: str, ranks: int, tied: bool, config: dict[str, Any]
+    strategy: str, ranks: int, tied: bool, config: dict[str, Any], tp_size: int
 ) -> None:
-    expected = pool(ranks).run(_parallelized, strategy, False, tied, False, config)
-    for (weights, losses, local, same, table), whole in zip(
-        pool(ranks).run(_parallelized, strategy, True, tied, True, config), expected, strict=True
-    ):
+    expected = pool(ranks).run(_parallelized, strategy, False, tied, False, config, tp_size)
+    # Ranks that divide tensors share a seed.
+    found = pool(ranks).run(_parallelized, strategy, True, tied, tp_size == 1, config, tp_size)
+    for (weights, losses, local, same, table), whole in zip(found, expected, strict=True):
         assert weights.keys() == whole[0].keys()
         assert all(torch.equal(weights[name], whole[0][name]) for name in weights)
-        assert losses == whole[1]
-        assert local == whole[2]
-        assert same is tied
+        assert (losses, local, same) == (*whole[1:3], tied)
         assert torch.equal(table, whole[4])
-
-
-@pytest.mark.slow
-def test_ranks_that_divide_tensors_get_the_weights_of_the_seed_too() -> None:
-    expected = pool(4).run(_parallelized, "fsdp2", False, False, False, {}, 2)
-    for found, whole in zip(pool(4).run(_parallelized, "fsdp2", True, False, False, {}, 2), expected, strict=True):
-        assert found[0].keys() == whole[0].keys()
-        assert all(torch.equal(found[0][name], whole[0][name]) for name in whole[0])
-        assert found[1:3] == whole[1:3]
 
 
 def test_what_has_no_weights_of_its_own_is_refused() -> None:

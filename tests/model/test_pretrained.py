@@ -25,11 +25,8 @@ from meshwright.base.errors import ModelError
 from meshwright.model.model_files import Held, open_directory, rectangle
 from meshwright.model.pretrained import PretrainedWeights, open_pretrained
 from meshwright.model.recorded import Call, Recorded, read_whole
-from meshwright.model.weights import fill, materialize
 from meshwright_testing.models import tiny_model
-from meshwright_testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
-
-TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
+from meshwright_testing.zoo import zoo_config, zoo_model
 
 
 def names(model: nn.Module) -> dict[str, Tensor]:
@@ -78,29 +75,20 @@ def groups(state: dict[str, Any]) -> set[tuple[str, ...]]:
     return {tuple(other for other in state if state[other] is state[name]) for name in state}
 
 
-def check_type(model_type: str, directory: Path, dtype: torch.dtype) -> None:
-    saved = zoo_model(model_type, dtype=torch.float32)
-    saved.save_pretrained(directory)
-    # Not by the auto class: some models save the configuration of their text part, whose type it does not know.
-    torch.manual_seed(0)
-    plain = type(saved).from_pretrained(directory, config=saved.config, dtype=dtype)
-    check_equals_plain(*open_pretrained(directory, zoo_config(model_type), dtype=dtype), plain)
-
-
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
     [
         *mostly_slow([(name, torch.float32) for name in DIFFERENT_IN_KIND]),
-        *mostly_slow([(name, torch.bfloat16) for name in ("llama", "qwen3_moe", "mamba2")]),
-        *(
-            pytest.param(name, dtype, marks=pytest.mark.zoo)
-            for name in sorted(set(TRAINABLE) - set(DIFFERENT_IN_KIND))
-            for dtype in (torch.float32, torch.bfloat16)
-        ),
+        *mostly_slow([(name, torch.bfloat16) for name in ("llama", "qwen3_moe")]),
     ],
 )
 def test_every_weight_is_the_one_that_transformers_loads(model_type, dtype, tmp_path):
-    check_type(model_type, tmp_path, dtype)
+    saved = zoo_model(model_type, dtype=torch.float32)
+    saved.save_pretrained(tmp_path)
+    # Not by the auto class: some models save the configuration of their text part, whose type it does not know.
+    torch.manual_seed(0)
+    plain = type(saved).from_pretrained(tmp_path, config=saved.config, dtype=dtype)
+    check_equals_plain(*open_pretrained(tmp_path, zoo_config(model_type), dtype=dtype), plain)
 
 
 # -- directories
@@ -120,43 +108,38 @@ def edit(directory: Path, change: Any) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", ["base model", "twice"])
-def test_the_prefix_of_the_base_model_may_be_missing_or_there_twice(kind, tmp_path):
-    tiny_model("gpt2", tied=True).save_pretrained(tmp_path)
-
+def _renamed(rename: Callable[[str], str]) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         for name in [*tensors]:
-            other = name.removeprefix("transformer.") if kind == "base model" else f"transformer.{name}"
-            tensors[other] = tensors.pop(name)
+            tensors[rename(name)] = tensors.pop(name)
 
-    edit(tmp_path, change)
-    model, weights = opened(tmp_path)
-    assert not weights.remarks
-    check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
+    return change
 
 
-@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_a_tied_weight_may_be_saved_under_either_of_its_names(kept, tmp_path):
-    tiny_model(tied=True).save_pretrained(tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({kept: tensors.pop("model.embed_tokens.weight")}))
-    model, weights = opened(tmp_path)
-    assert not weights.remarks
-    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
-    check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize("equal", [True, False])
-def test_a_tied_weight_that_is_saved_twice_is_tied_if_both_are_equal(equal, tmp_path):
-    tiny_model(tied=True).save_pretrained(tmp_path)
-
+def _head_of_its_own(added: float) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
-        other = tensors["model.embed_tokens.weight"].clone()
-        other[-1, -1] += 0 if equal else 1
-        tensors["lm_head.weight"] = other
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += added
 
+    return change
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("gpt2", _renamed(lambda name: name.removeprefix("transformer."))),
+        ("gpt2", _renamed("transformer.{}".format)),
+        ("llama", _renamed(lambda name: name.replace("model.embed_tokens", "lm_head"))),
+        ("llama", _head_of_its_own(0)),
+        ("llama", _head_of_its_own(1)),
+    ],
+    ids=["without prefix", "prefix twice", "head instead of embedding", "equal head", "another head"],
+)
+def test_tied_weights_and_the_prefix_of_the_base_model_may_be_saved_in_several_ways(model_type, change, tmp_path):
+    tiny_model(model_type, tied=True).save_pretrained(tmp_path)
     edit(tmp_path, change)
     model, weights = opened(tmp_path)
-    assert (model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")) == equal
+    assert not weights.remarks
     check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
@@ -179,13 +162,6 @@ def test_unexpected_weights_are_told(tmp_path):
     _, weights = opened(tmp_path)
     assert len(weights.remarks) == 1
     assert "1 weights that the model has no place for, which are not read: value_head.weight" in weights.remarks[0]
-
-
-def test_a_weight_of_another_shape_is_an_error_that_names_it(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}))
-    with pytest.raises(ModelError, match=r"1 weights of another shape .* model\.norm\.weight is \(5,\), not \(36,\)"):
-        opened(tmp_path)
 
 
 def test_the_generation_configuration_is_kept_and_random_state_stays_as_it_was(tmp_path):
@@ -254,21 +230,12 @@ def _writes(name: str, text: str) -> Callable[[Path], object]:
             lambda d: _second(d).write_bytes(_second(d).read_bytes()[:-10]),
             r"model-00002-of-\d+\.safetensors is not a whole safetensors file .*bytes\)",
         ),
-        (
-            lambda d: _second(d).write_bytes(b"\xff" * 100),
-            r"model-00002-of-\d+\.safetensors is not a whole safetensors",
-        ),
         (lambda d: _second(d).unlink(), r"lacks 1 of the \d+ weight files .*: model-00002-of"),
         (
             lambda d: _lose_tensor(_second(d)),
             r"names 1 tensors that its files do not hold: .* should be in model-00002",
         ),
         (_writes(INDEX, '{"weight_map": [1]}'), r"index\.json is no index of weight files"),
-        (_writes(INDEX, DEEP), r"index\.json is no index of weight files.*nested too deeply"),
-        (
-            _writes(GENERATION, "[]"),
-            r"generation_config\.json is no generation configuration: .*a JSON list, not an object",
-        ),
         (_writes(GENERATION, DEEP), r"generation_config\.json is no generation configuration: .*nested too deeply"),
         (
             _writes(GENERATION, '{"max_new_tokens": "x", "temperature": []}'),
@@ -320,70 +287,51 @@ class Counted(Held):
         return super().read(offsets, sizes)
 
 
-def elements_read(model_type: str, name: str, rows: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of the files, for the first rows of a weight."""
-    zoo_model(model_type, dtype=torch.float32).save_pretrained(directory)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        return {key: Counted(read_whole(source)) for key, source in open_directory(*args, **kwargs).items()}
-
-    monkeypatch.setattr("meshwright.model.pretrained.open_directory", counted)
-    _, weights = opened(directory)
-    shape = weights.shape(name)
-    Counted.total = 0
-    weights.read(name, [0] * len(shape), [rows, *shape[1:]])
-    return Counted.total * 100 // (shape.numel() * rows // shape[0])
-
-
 @pytest.mark.parametrize(
     ("model_type", "name", "rows"),
     [
         ("llama", "model.layers.0.mlp.down_proj.weight", 3),
         ("qwen3_moe", "model.layers.0.mlp.experts.gate_up_proj", 1),
-        ("mixtral", "model.layers.1.mlp.experts.down_proj", 2),
         ("hrm_text", "model.L_module.layers.0.self_attn.q_proj.weight", 5),
     ],
 )
 def test_a_rectangle_reads_its_own_elements_alone(model_type, name, rows, tmp_path, monkeypatch):
-    assert elements_read(model_type, name, rows, tmp_path, monkeypatch) == 100
+    zoo_model(model_type, dtype=torch.float32).save_pretrained(tmp_path)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return {key: Counted(read_whole(source)) for key, source in open_directory(*args, **kwargs).items()}
+
+    monkeypatch.setattr("meshwright.model.pretrained.open_directory", counted)
+    _, weights = opened(tmp_path)
+    first, *others = weights.shape(name)
+    Counted.total = 0
+    weights.read(name, [0] * (1 + len(others)), [rows, *others])
+    assert Counted.total == weights.shape(name).numel() * rows // first
 
 
-def _one(draw: Any, value: Tensor) -> Tensor:
-    """One operation that conversions of checkpoints may use, drawn at random."""
-    dim = draw(st.integers(-value.dim(), value.dim() - 1))
-    size = value.shape[dim]
-    kinds = ["transpose", "chunk", "split", "stack", "cat", "unsqueeze", "unbind", "reshape", "to", "roll", "squeeze"]
-    match draw(st.sampled_from(kinds)):
-        case "transpose":
-            return torch.transpose(value, dim, draw(st.integers(0, value.dim() - 1))).contiguous()
-        case "chunk":
-            parts = torch.chunk(value, draw(st.integers(1, 4)), dim=dim)
-            return parts[draw(st.integers(0, len(parts) - 1))]
-        case "split":
-            first = draw(st.integers(0, size))
-            return torch.split(value, [first, size - first], dim=dim)[draw(st.integers(0, 1))]
-        case "stack" if value.dim() < 4:
-            return torch.stack([value, value.detach(), value], dim=draw(st.integers(0, value.dim())))
-        case "cat":
-            return torch.cat([value, value.clone()], dim)
-        case "unsqueeze" if value.dim() < 4:
-            return value.unsqueeze(dim)
-        case "unbind" if value.dim() > 1 and size:
-            return value.unbind(dim)[draw(st.integers(0, size - 1))]
-        case "reshape":
-            length = value.numel()
-            divisors = [each for each in range(1, length + 1) if length % each == 0] or [1]
-            first = draw(st.sampled_from(divisors))
-            rest = length // first if length else 0
-            second = draw(st.sampled_from([each for each in divisors if rest % each == 0]))
-            return value.reshape(draw(st.sampled_from([(first, rest), (first, second, rest // second), (length,)])))
-        case "to":
-            return value.to(device="cpu", dtype=torch.float64)
-        case "roll":
-            return torch.roll(value, 1, dim)  # not cut: its argument is read whole
-        case "squeeze":
-            return value.squeeze(dim) if value.dim() > 1 else value
-    return value
+def _operation(draw: Any, value: Tensor) -> Callable[[Tensor], Tensor]:
+    """One operation that conversions of checkpoints may use on a tensor like this, drawn at random."""
+    dims, length = value.dim(), value.numel()
+    dim, other = draw(st.integers(-dims, dims - 1)), draw(st.integers(0, dims - 1))
+    first, index = draw(st.integers(0, value.shape[dim])), draw(st.integers(0, max(0, value.shape[dim] - 1)))
+    rows = draw(st.sampled_from([each for each in range(1, length + 1) if length % each == 0] or [1]))
+    shape = draw(st.sampled_from([(rows, length // rows), (rows, length // rows, 1), (length,)]))
+    pieces = (first, value.shape[dim] - first)
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda x: torch.transpose(x, dim, other).contiguous(),
+        lambda x: torch.chunk(x, other + 1, dim=dim)[0],
+        lambda x: torch.chunk(x, 4, dim=dim)[-1],
+        lambda x: torch.split(x, list(pieces), dim=dim)[index % 2],
+        lambda x: torch.cat([x, x.clone()], dim),
+        lambda x: x.reshape(shape),
+        lambda x: x.to(device="cpu", dtype=torch.float64),
+        lambda x: torch.roll(x, 1, dim),  # not cut: its argument is read whole
+    ]
+    if dims < 4:
+        operations += [lambda x: torch.stack([x, x.detach(), x], dim=other), lambda x: x.unsqueeze(dim)]
+    if dims > 1 and value.shape[dim]:
+        operations.append(lambda x: x.unbind(dim)[index])
+    return draw(st.sampled_from(operations))
 
 
 @settings(max_examples=300, deadline=None)
@@ -392,17 +340,9 @@ def test_rectangles_of_what_operations_make_of_recorded_tensors(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     real = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
     recorded: Tensor = Recorded.of(Held(real))
-    choices: list[Any] = []
-
-    def first(strategy: Any) -> Any:
-        choices.append(data.draw(strategy))
-        return choices[-1]
-
     for _ in range(data.draw(st.integers(0, 5))):
-        choices.clear()
-        real = _one(first, real)
-        again = iter([*choices])
-        recorded = _one(lambda strategy, again=again: next(again), recorded)
+        operation = _operation(data.draw, real)
+        real, recorded = operation(real), operation(recorded)
     assert isinstance(recorded, Recorded)
     assert (recorded.shape, recorded.dtype) == (real.shape, real.dtype)
     offsets = [data.draw(st.integers(0, size)) for size in real.shape]
@@ -421,13 +361,3 @@ def test_a_recorded_tensor_gives_values_where_they_are_asked_for_and_cannot_be_w
     assert isinstance(recorded.t().source, Call)
     with pytest.raises(TypeError, match="zero_ writes into weights"):
         recorded.zero_()
-
-
-def test_a_model_without_weights_holds_none_and_is_filled(tmp_path):
-    saved = tiny_model(tied=True)
-    saved.save_pretrained(tmp_path)
-    model, weights = opened(tmp_path)
-    assert sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta) == 0
-    materialize(model, "cpu")
-    fill(model, weights)
-    assert all(torch.equal(value, names(saved)[name]) for name, value in names(model).items())

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is computed again, that nothing else changes, and that it fits any architecture."""
+"""Blocks that are recomputed or compiled: what is computed again, and that nothing else changes, in any model."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ import pytest
 import torch
 from support.measures import Counting
 from support.tiers import mostly_slow
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
-from meshwright.base.errors import ConfigError, ModelError
+from meshwright.base.errors import ConfigError, ModelError, StrategyError
 from meshwright.model.activation_options import ActivationOptions
 from meshwright.model.layout import layout_by_structure
-from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blocks
+from meshwright.model.recompute import Mode, _selective_contexts, check_compiler, checkpoint_blocks, compile_blocks
 from meshwright.step.tokens import token_loss_sum
-from meshwright.testing import Case
-from meshwright_testing import pool
 from meshwright_testing.models import case_model, case_vocab, tiny_model
-from meshwright_testing.parity import build_manager, train_steps
 
 BLOCKS = 3
 LINEARS = 7
 
 
-def _step(model: nn.Module, vocab: int = 131) -> torch.Tensor:
-    ids = torch.randint(0, vocab, (2, 16), generator=torch.Generator().manual_seed(1))
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    check_compiler.cache_clear()
+    yield
+    torch.compiler.reset()
+    check_compiler.cache_clear()
+
+
+def _step(model: nn.Module) -> Tensor:
+    ids = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(1))
     loss = token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
     loss.backward()
     return loss.detach()
@@ -43,7 +49,6 @@ def _counted(model: nn.Module) -> Counter[str]:
     [
         (False, 0, 0),
         # All but the last product of a block, whose result no gradient needs.
-        (True, LINEARS - 1, 1),
         ("full", LINEARS - 1, 1),
         # Of these, every second one is held; and attention.
         ("selective", (LINEARS - 1) // 2, 0),
@@ -61,21 +66,23 @@ def test_what_is_computed_again(mode: bool | str, products: int, attentions: int
     assert counts[name] - plain[name] == BLOCKS * attentions
 
 
-@pytest.mark.parametrize("mode", mostly_slow(["full", "selective"]))
-@pytest.mark.parametrize(
-    "model_type", mostly_slow(["llama", "gpt2", "gemma2", "mixtral", "zamba2", "falcon", "opt", "gpt_neox"])
-)
-def test_loss_gradients_and_names_are_those_without(model_type: str, mode: str) -> None:
-    plain, model = (case_model(model_type, tied=None, seed=0, dtype=torch.float64) for _ in range(2))
+@pytest.mark.parametrize("mode", mostly_slow(["full", "selective", ActivationOptions(offload="cpu")]))
+@pytest.mark.parametrize("model_type", mostly_slow(["llama", "mixtral", "zamba2", "rembert", "hrm_text", "qwen3_next"]))
+def test_gradients_and_names_are_those_without_and_blocks_take_no_cache(model_type: str, mode: Mode) -> None:
+    def trained(model: nn.Module, **options: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        ids = torch.randint(0, case_vocab(model_type), (2, 16), generator=torch.Generator().manual_seed(1))
+        token_loss_sum(model(input_ids=ids, **options).logits, ids).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    plain, model = (case_model(model_type, tied=None, seed=0, dtype=torch.float64).train() for _ in range(2))
     checkpoint_blocks(model, layout_by_structure(model), mode)
     assert list(plain.state_dict()) == list(model.state_dict())
-    vocab = case_vocab(model_type)
-    assert torch.equal(_step(plain.train(), vocab), _step(model.train(), vocab))
-    for (name, expected), (other, found) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-        assert name == other
-        assert (expected.grad is None) == (found.grad is None), name
-        if expected.grad is not None:
-            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-13, msg=name)
+    torch.testing.assert_close(trained(model, use_cache=False), trained(plain, use_cache=False), rtol=1e-12, atol=1e-13)
+    # In a loop that says nothing of caches.
+    torch.testing.assert_close(trained(model), trained(plain), rtol=0, atol=1e-9)
 
 
 class _Block(nn.Module):
@@ -119,6 +126,13 @@ def test_dropout_is_drawn_again_alike_and_a_block_in_two_places_is_wrapped_once(
     assert torch.equal(gradient, expected)
     assert [block.calls for block in plain.blocks] == [2, 1, 2]
     assert [block.calls for block in model.blocks] == [4, 2, 4]
+    # Evaluation is not touched.
+    model.eval()
+    model(torch.ones(2, 8)).sum().backward()
+    model.train()
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert model.blocks[1].calls == 2 + 2
 
 
 @pytest.mark.parametrize(("dropout", "is_held"), [(0.0, True), (0.1, False)])
@@ -135,17 +149,6 @@ def test_selective_computes_attention_that_drops_again_so_that_what_is_behind_dr
     assert computed == [1, 0 if is_held else 1]
 
 
-def test_evaluation_is_not_touched() -> None:
-    model, _ = _run("full")
-    calls = model.blocks[1].calls
-    model.eval()
-    model(torch.ones(2, 8)).sum().backward()
-    model.train()
-    with torch.no_grad():
-        model(torch.ones(2, 8))
-    assert model.blocks[1].calls == calls + 2
-
-
 def test_an_unknown_mode_and_a_model_without_blocks_are_refused() -> None:
     model = tiny_model()
     with pytest.raises(ConfigError, match=r"activation_checkpointing='half'.*'selective'"):
@@ -153,6 +156,8 @@ def test_an_unknown_mode_and_a_model_without_blocks_are_refused() -> None:
     flat = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="no stack of blocks"):
         checkpoint_blocks(flat, layout_by_structure(flat), "full")
+    with pytest.raises(ModelError, match="no stack of blocks"):
+        compile_blocks(flat, layout_by_structure(flat))
     checkpoint_blocks(flat, layout_by_structure(flat), False)
 
 
@@ -177,40 +182,6 @@ def test_canary_operators_have_the_names_by_which_they_are_known() -> None:
     assert not is_choice(aten.sort.default)
 
 
-def _on_single(mode: object) -> tuple[int, list[float]]:
-    """How often the last block's MLP begins in a step of one microbatch, and the loss and norm."""
-    manager = build_manager("single", {"activation_checkpointing": mode}, {}, Case())
-    calls: list[int] = []
-    manager.model_parts[0].get_submodule("model.layers.2.mlp").register_forward_pre_hook(lambda *_: calls.append(1))
-    losses, norms, _ = train_steps(manager, Case(), range(1))
-    return len(calls), [*losses, *norms]
-
-
-@pytest.mark.slow
-def test_single_recomputes_as_other_strategies_do() -> None:
-    (plain,) = pool(1).run(_on_single, False)
-    assert plain[0] == 1
-    for mode, calls in ((True, 2), ("full", 2), ("selective", 2), ({"offload": "cpu"}, 1)):
-        assert pool(1).run(_on_single, mode) == [(calls, plain[1])]
-
-
-@pytest.mark.parametrize("mode", mostly_slow(["full", "selective", ActivationOptions(offload="cpu")]))
-@pytest.mark.parametrize(
-    "model_type", mostly_slow(["llama", "gpt2", "rembert", "recurrent_gemma", "hrm_text", "qwen3_next"])
-)
-def test_blocks_take_no_cache_in_a_loop_that_says_nothing_of_caches(model_type: str, mode: Mode) -> None:
-    def trained(*, recomputes: bool) -> dict[str, torch.Tensor | None]:
-        model = case_model(model_type, tied=None, seed=0, dtype=torch.float64).train()
-        if recomputes:
-            checkpoint_blocks(model, layout_by_structure(model), mode)
-        torch.manual_seed(0)
-        ids = torch.randint(0, case_vocab(model_type), (2, 16), generator=torch.Generator().manual_seed(1))
-        model(input_ids=ids).logits.square().sum().backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    torch.testing.assert_close(trained(recomputes=True), trained(recomputes=False), rtol=0, atol=1e-9)
-
-
 def test_a_cache_that_holds_tokens_is_refused_where_blocks_are_recomputed() -> None:
     model, ids = tiny_model(), torch.arange(8)[None]
     checkpoint_blocks(model, layout_by_structure(model), True)
@@ -220,3 +191,96 @@ def test_a_cache_that_holds_tokens_is_refused_where_blocks_are_recomputed() -> N
     for module in (model, model.model):
         with pytest.raises(ModelError, match=r"DynamicCache that Llama.* got holds tokens already"):
             module(input_ids=ids, past_key_values=cache)
+
+
+# -- compilation
+
+
+class _Counting:
+    """A backend that counts compilations and runs the graph as it is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("mode", mostly_slow([False, "full", "selective"]))
+def test_compiled_blocks_give_loss_gradients_and_names_of_those_without(mode: bool | str) -> None:
+    plain, model = tiny_model(), tiny_model()
+    layout = layout_by_structure(model)
+    checkpoint_blocks(model, layout, mode)
+    compile_blocks(model, layout, backend="aot_eager")
+    assert list(plain.state_dict()) == list(model.state_dict())
+    torch.testing.assert_close(_step(model), _step(plain), rtol=1e-12, atol=0)
+    for (name, expected), (other, found) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-11, atol=1e-12, msg=name)
+
+
+_ELEMENTWISE = {"aten::add", "aten::mul", "aten::neg", "aten::pow", "aten::rsqrt", "aten::silu", "aten::silu_backward"}
+
+
+def _elementwise(model: nn.Module) -> int:
+    """Number of elementwise operators that a step runs; each is a pass over memory of its own."""
+    for _ in range(2):
+        _step(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        _step(model)
+    return sum(each.name in _ELEMENTWISE for each in profiler.events())
+
+
+def test_compiled_blocks_run_no_elementwise_operators_of_their_own() -> None:
+    model = tiny_model()
+    blocks = len(model.model.layers)
+    outside = tiny_model()
+    outside.model.layers = nn.ModuleList()
+    alone, before = _elementwise(outside), _elementwise(model)
+    loss = _step(model)
+    compile_blocks(model, layout_by_structure(model))
+    # Fused kernels skip the roundings of the model's own float32 parts.
+    torch.testing.assert_close(_step(model), loss, rtol=1e-9, atol=0)
+    after = _elementwise(model)
+    assert before > alone + 30 * blocks
+    assert after <= alone
+
+
+def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond torch's limit of 8 for all blocks together it would go on uncompiled, with a warning."""
+
+    class Block(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.index = index
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.index
+
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(Block(i)) for i in range(12))})
+    ran = []
+    counting = _Counting()
+    monkeypatch.setattr("meshwright.model.recompute.check_compiler", lambda *_: ran.append(1))
+    compile_blocks(model, layout_by_structure(model), backend=counting)
+    x = torch.ones(2, 4)
+    for block in model["blocks"]:
+        x = block(x)
+    assert ran
+    assert counting.count == 12
+
+
+def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no C++ compiler found\nlong trace")
+
+    model = tiny_model()
+    torch.compiler.reset()
+    monkeypatch.setattr("meshwright.model.recompute.compiled", lambda *_, **__: broken)
+    for found, remedy in ((None, r"Install a C\+\+ compiler such as g\+\+,"), ("/usr/bin/g++", "See the error above,")):
+        monkeypatch.setattr("shutil.which", lambda _, found=found: found)
+        told = rf"RuntimeError: no C\+\+ compiler found {remedy} or set enable_compile=false"
+        with pytest.raises(StrategyError, match=told):
+            compile_blocks(model, layout_by_structure(model))
+    assert "forward" not in vars(model.model.layers[0])

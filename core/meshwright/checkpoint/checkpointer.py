@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -164,9 +163,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may never get here.
         if error_type is None:
             self.close()
@@ -175,19 +172,12 @@ class Checkpointer:
         try:
             saving.write()
             self.saved, self.seconds = step, max(self.seconds, time.monotonic() - began)
-            self._error = error_of_first(self._group, lambda: self._remove_older(step))
+            self._error = error_of_first(self._group, lambda: self._retain(self.root, newest=step))
         except CheckpointError as error:
             self._error = error
         except Exception as error:
             # Another rank is gone.
             self._error = CheckpointWriteError(f"a checkpoint failed: {described(error)}")
-
-    def _remove_older(self, step: int) -> None:
-        try:
-            self._retain(self.root, newest=step)
-        except (CheckpointError, OSError) as error:
-            message = f"older checkpoints in {self.root} cannot be removed: {described(error)}"
-            raise CheckpointWriteError(message) from error
 
     def _report(self, error: CheckpointError) -> None:
         if self._on_error == "stop":

@@ -225,7 +225,8 @@ def retain(
 ) -> None:
     """Remove older checkpoints of a run; see `Checkpointer`. Only valid ones are counted and removed.
 
-    Those of later steps than `newest`, which was saved last, are neither: the run went back behind them.
+    Those of later steps than `newest`, which was saved last, are neither: the run went back behind them. Raises
+    CheckpointError.
     """
     if keep_last is None:
         return
@@ -238,7 +239,8 @@ def retain(
             continue
         kept += 1
         if kept > keep_last:
-            place.remove()
+            with _changing(f"the older checkpoint {place} cannot be removed"):
+                place.remove()
 
 
 def best_of(checkpoints: Sequence[Checkpoint], name: str, count: int) -> list[tuple[float, int, Checkpoint]]:

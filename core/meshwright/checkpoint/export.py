@@ -8,15 +8,15 @@ files of its own, and holds the tensors of one file at a time. Adapters become a
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -35,7 +35,6 @@ from .stored_model import StoredModel, copy_files, first_names, model_on_meta
 
 LEAST_FILE_BYTES = 64_000_000
 """Ranks share the work in files of at least this size."""
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass
@@ -94,8 +93,6 @@ def export_checkpoint(
     with written_whole(output, world) as writing:
         for name in list(export.files)[rank::size]:
             export.write(name, writing / name)
-        if world is not None:
-            world.reduce_ints([0])
         if rank == 0:
             export.describe(writing)
 
@@ -116,6 +113,7 @@ def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
         writing.mkdir(parents=True)
     wait()
     yield writing
+    wait()
     if first:
         writing.rename(output.resolve())
     wait()
@@ -189,7 +187,6 @@ class Export:
         return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files)}
 
     def _sizes(self, group: list[str]) -> dict[str, int]:
-        """Return the bytes of each tensor that a group is converted to."""
         shapes = {name: self._tensors.kinds[self._source[name]][0] for name in group}
         empty = {name: torch.empty(shapes[name], dtype=self._dtype_of(name), device="meta") for name in group}
         return {name: tensor.nbytes for name, tensor in to_saved_format(self._model, empty).items()}
@@ -199,7 +196,6 @@ class Export:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def write(self, name: str, path: Path) -> None:
-        """Read a file's tensors and write them."""
         tensors: dict[str, Tensor] = {}
         for group in self.files[name].groups:
             read = {each: self._tensors.read(self._source[each], self._dtype_of(each)) for each in group}
@@ -249,7 +245,6 @@ class AdapterFiles:
         self._check_nothing_is_lost()
 
     def write(self, name: str, path: Path) -> None:
-        """Read an adapter's tensors and write them."""
         tensors = {}
         named = file_names(self._model, self.files[name])
         for key, source in self._contents(self.files[name]).items():
@@ -331,11 +326,11 @@ def check_tensors_of(model: nn.Module, stored: StoredModel) -> None:
 
 def as_bytes(size: str | int) -> int:
     """Return the number of bytes that "5GB" or 5000000000 stands for. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", str(size).strip().upper())
-    count = int(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
-    if count < 1:
-        raise ConfigError(f"max_shard_size={size!r} is no size. Give bytes, or a number with KB, MB, GB or TB.")
-    return count
+    try:
+        return TypeAdapter(Annotated[ByteSize, Field(ge=1)]).validate_python(size)
+    except ValidationError:
+        message = f"max_shard_size={size!r} is no size. Give bytes, or a number with KB, MB, GB or TB."
+        raise ConfigError(message) from None
 
 
 def check_empty(output: Path) -> None:

@@ -5,11 +5,12 @@ Scripts may save other values there. A checkpoint belongs to a run if `extra` ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
+T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -66,17 +67,18 @@ class _OfRun(_Part):
 def check_extra(extra: Mapping[str, Any]) -> None:
     """Raise ValueError if a value that a run writes has another type."""
     if "identity" in extra:
-        _check(_OfRun, extra)
+        checked_by(_OfRun.model_validate, extra)
 
 
 def check_loop(state: object) -> None:
     """Raise ValueError if what `fit` remembers has another type."""
-    _check(_Loop, state)
+    checked_by(_Loop.model_validate, state)
 
 
-def _check(part: type[_Part], value: object) -> None:
+def checked_by(validate: Callable[[Any], T], value: object) -> T:
+    """Return what pydantic makes of a value. Raises ValueError with its first error, in one line."""
     try:
-        part.model_validate(value)
+        return validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -129,7 +129,6 @@ def checked(directory: Where, world: World) -> Manifest:
 
 
 def _check_base(directory: Place, manifest: Manifest, known: FromBase | None) -> None:
-    """Raise if the checkpoint is of adapters on another base than the model's."""
     saved = manifest.base
     if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
         return

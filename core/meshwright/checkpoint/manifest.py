@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, ClassVar
+
+from pydantic import ConfigDict, Strict, TypeAdapter
 
 from ..base.errors import CheckpointError, TornCheckpointError
-from .extra import check_extra
+from .extra import Count, check_extra, checked_by
 from .places import STEP, Folder, Key, LocalFolder, Place, SeekableReader, Where, steps_of
 from .remote import place_of
 
@@ -35,6 +37,7 @@ BESIDE = (".writing", ".replaced", ".deleting")
 """Suffixes of checkpoints and models that are incomplete, or about to be removed."""
 _LARGEST = 1 << 28
 """Bytes of a manifest."""
+_STRICT = ConfigDict(strict=True, revalidate_instances="always")
 
 
 class ForeignCheckpointError(CheckpointError):
@@ -71,9 +74,10 @@ def exists(place: Place) -> bool:
 class StoredFile:
     """Size in bytes and SHA-256 of a file; of each of its chunks, too, if it is signed and read in part."""
 
-    size: int
+    __pydantic_config__: ClassVar = _STRICT
+    size: Count
     sha256: str
-    chunks: tuple[str, ...] = field(default=(), compare=False)
+    chunks: Annotated[tuple[str, ...], Strict(False)] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,11 @@ class Manifest:
         is_signed: whether it has a signature, which was checked if the place it was read from has a key.
     """
 
-    step: int
+    __pydantic_config__: ClassVar = _STRICT
+    step: Count
     strategy: str
     mesh: dict[str, int]
-    world_size: int
+    world_size: Count
     versions: dict[str, str]
     has_optimizer: bool = False
     scheduler: dict[str, Any] | None = None
@@ -103,6 +108,9 @@ class Manifest:
     format: int = FORMAT
     base: dict[str, Any] | None = None
     is_signed: bool = False
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def read_manifest(where: Where) -> Manifest:
@@ -154,9 +162,10 @@ def _parsed(place: Place, text: bytes) -> Manifest:
         checksum = content.pop("sha256")
         if not is_as_written or checksum != _digest(content):
             raise ValueError("its checksum is another")
-        files = {_plain_name(name): _stored(**each) for name, each in content.pop("files").items()}
+        files = {_plain_name(name): StoredFile(**each) for name, each in content.pop("files").items()}
         manifest = Manifest(**content, files=files, format=version, is_signed=signature is not None)
-        _check_types(manifest)
+        manifest = checked_by(_MANIFEST.validate_python, manifest)
+        check_extra(manifest.extra)
         if (manifest.base is None) is (version == OF_ADAPTERS):
             raise ValueError("only one of adapters names a base")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -177,28 +186,6 @@ def _parsed(place: Place, text: bytes) -> Manifest:
             f"own name, {step_name(manifest.step)}, if you have renamed it; else somebody has replaced it."
         )
     return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    """Raise ValueError if a value has a type that is never written."""
-    mappings = (manifest.mesh, manifest.versions, manifest.extra, manifest.scheduler or {}, manifest.base or {})
-    is_right = (
-        all(isinstance(each, dict) for each in mappings)
-        and all(type(each) is int and 0 <= each < 1 << 62 for each in (manifest.step, manifest.world_size))
-        and all(type(each) is int for each in manifest.mesh.values())
-        and isinstance(manifest.strategy, str)
-        and isinstance(manifest.has_optimizer, bool)
-    )
-    if not is_right:
-        raise ValueError("it has values of other types")
-    check_extra(manifest.extra)
-
-
-def _stored(size: int, sha256: str, chunks: Sequence[str] = ()) -> StoredFile:
-    is_size = type(size) is int and 0 <= size < 1 << 62
-    if not is_size or not isinstance(sha256, str) or not isinstance(chunks, list | tuple):
-        raise ValueError("it has no size and checksum of a file")
-    return StoredFile(size, sha256, tuple(chunks))
 
 
 def _plain_name(name: str) -> str:

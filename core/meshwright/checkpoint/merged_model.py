@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from ..model.configuration import config_from_directory
 from ..model.layout import set_tied
 from ..model.merge import merged_layer
 from ..model.model_files import Source, kept_files, tokenizer_files, without_replaced
-from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from ..model.pretrained import find_directory, open_pretrained
+from ..model.recorded import read_whole
 from ..tensors.state import TensorKind
 from .export import Export, adapter_configs_of, as_bytes, check_empty, check_tensors_of, has_adapters, written_whole
 from .manifest import read_and_verified
@@ -35,7 +36,7 @@ from .remote import place_of
 from .stored_model import StoredModel, first_names, model_on_meta
 
 Values = Mapping[str, Callable[[], Tensor]]
-"""Reads the tensors of an adapter's source, by their names in the adapted model."""
+"""Reads full tensors of a base, or of an adapter's source, into new memory, by their names in the model."""
 
 
 def merge_adapter(
@@ -79,32 +80,23 @@ def merge_adapter(
             (writing / name).write_bytes(content)
 
 
-class BaseWeights(NamedTuple):
-    """Full weights of a base, by their names: whether there is one, and a new tensor with its values."""
-
-    has: Callable[[str], bool]
-    read: Callable[[str], Tensor]
-
-
 class Merged:
-    """The tensors of a base, on the meta device, with its adapter; `Tensors` of an export.
+    """A base on the meta device with its adapter; `Tensors` of an export.
 
-    `values` returns the tensors of the adapter's source for the adapted model.
+    `weights` are the base's; `values` returns the tensors of the adapter's source for the adapted model.
 
     Attributes:
         full: the model as it is to be written.
         files: of the base, besides its weights.
     """
 
-    def __init__(
-        self, model: nn.Module, weights: BaseWeights, config: Any, values: Callable[[nn.Module], Values]
-    ) -> None:
+    def __init__(self, model: nn.Module, weights: Values, config: Any, values: Callable[[nn.Module], Values]) -> None:
         self.full, self._weights = copy.deepcopy(model), weights
         self.files = kept_files(model)
         self._adapted = adapted_on_meta(model, {"default": config})
         self._values = values(self._adapted)
         for name, _ in self._adapted.named_parameters():
-            if name not in self._values and not weights.has(base_name(name)):
+            if name not in self._values and base_name(name) not in weights:
                 raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
         copies = active_copies(self._adapted)
         # Maps tensors of the base to their names in the adapted model, or to the trained copy in their place.
@@ -114,7 +106,7 @@ class Merged:
             base_name(name): path
             for path, layer in wrappers(self._adapted, outermost=True)
             for name in (f"{path}.{each}" for each in layer.state_dict())
-            if weights.has(base_name(name))
+            if base_name(name) in weights
         }
         # Heads that stay tied to the embedding are read as the embedding.
         self._alike = {
@@ -139,15 +131,13 @@ class Merged:
         return self._last[1][name].to(dtype)
 
     def _merged(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of one layer of the base after merging."""
         layer = self._adapted.get_submodule(path)
         values = {f"{path}.{each}": self._before(f"{path}.{each}") for each in layer.state_dict()}
         merged = merged_layer(layer, path, values).state_dict()
         return {f"{base_name(path)}.{name}": tensor for name, tensor in merged.items()}
 
     def _before(self, name: str) -> Tensor:
-        """Return a tensor of the adapted model, before merging."""
-        return self._values[name]() if name in self._values else self._weights.read(base_name(name))
+        return self._values[name]() if name in self._values else self._weights[base_name(name)]()
 
     def _untie_what_differs(self) -> None:
         """See [Note: tied weights]."""
@@ -195,8 +185,7 @@ def _opened(
             f"merged, it does not say. Export it, and merge them with peft."
         )
     if manifest.base is None:
-        names = {base_name(name): name for name in stored.kinds}
-        weights = BaseWeights(names.__contains__, lambda name: stored.read(names[name]))
+        weights: Values = {base_name(name): partial(stored.read, name) for name in stored.kinds}
         model = model_on_meta(stored, adapted=True)
         # That of the embedding, or what else comes first.
         model.to(dtype or next(kind for _, kind in stored.kinds.values() if kind.is_floating_point))
@@ -204,7 +193,7 @@ def _opened(
         directory = _base_directory(Base(**manifest.base), base)
         config = config_from_directory(stored.directory, {}, with_weights=False)
         model, pretrained = open_pretrained(directory, config, dtype=dtype)
-        weights = _weights_of(pretrained)
+        weights = _values_of(pretrained.sources)
 
     def values(adapted: nn.Module) -> Values:
         check_tensors_of(adapted, stored)
@@ -226,26 +215,17 @@ def _of_directory(source: Path, base: str | Path | None, dtype: torch.dtype | No
         directory = find_directory(str(named), revision=config.revision if base is None else None)
     model, pretrained = open_pretrained(directory, config_from_directory(directory, {}), dtype=dtype)
 
-    def read(tensor: Source) -> Tensor:
-        return tensor.read([0] * len(tensor.shape), list(tensor.shape)).clone()
-
-    def values(adapted: nn.Module) -> Values:
-        return {name: partial(read, each) for name, each in files_of(source, adapted).items()}
-
-    return Merged(model, _weights_of(pretrained), config, values), tokenizer_files(source)
+    return Merged(
+        model, _values_of(pretrained.sources), config, lambda adapted: _values_of(files_of(source, adapted))
+    ), tokenizer_files(source)
 
 
-def _weights_of(pretrained: PretrainedWeights) -> BaseWeights:
-    def read(name: str) -> Tensor:
-        shape = pretrained.shape(name)
-        # Files are mapped, and merging changes tensors in place.
-        return pretrained.read(name, [0] * len(shape), list(shape)).clone()
-
-    return BaseWeights(lambda name: name in pretrained, read)
+def _values_of(sources: Mapping[str, Source]) -> Values:
+    # Files are mapped, and merging changes tensors in place.
+    return {name: lambda each=each: read_whole(each).clone() for name, each in sources.items()}  # type: ignore[misc]
 
 
 def _base_directory(noted: Base, given: str | Path | None) -> Path:
-    """Find the base. Raises ModelError if it is missing, or is another."""
     try:
         directory = find_directory(str(given or noted.path), revision=None if given else noted.revision)
     except ModelError as error:

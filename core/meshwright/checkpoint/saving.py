@@ -203,7 +203,7 @@ def content_of(
             },
             has_optimizer=state.optimizer is not None,
             format=FORMAT if known is None else OF_ADAPTERS,
-            base=None if known is None else known.base.told(),
+            base=None if known is None else asdict(known.base),
             **written,
         ),
     )
@@ -250,7 +250,6 @@ class Saving:
             raise CheckpointWriteError(f"the checkpoint {self._place} could not be written: {error}")
 
     def _write_own(self) -> dict[str, StoredFile]:
-        """Write this rank's files, and on the first rank the files of Hugging Face."""
         texts = dict(self._content.texts)
         if self._world.rank == 0:
             texts |= self._hugging_face_files()
@@ -278,7 +277,6 @@ class Saving:
         return {f"{HUGGING_FACE}/{name}": content for name, content in found.items()}
 
     def _complete(self, found: list[tuple[str | None, dict[str, StoredFile]]]) -> None:
-        """Complete the checkpoint if no rank failed. Raises CheckpointWriteError or OSError."""
         failures = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
         if failures:
             raise CheckpointWriteError("; ".join(failures[:5]))

@@ -133,19 +133,11 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
 
 def _with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
     """Build the model with a head over tokens or sequences that has these tensors, on the device of the context."""
-    from transformers import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
+    import transformers
 
-    autos: list[tuple[Any, Any]] = [
-        (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification),
-        (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification),
-    ]
-    for mapping, auto in autos:
-        if type(config) in mapping:
+    for kind in ("Token", "Sequence"):
+        if type(config) in getattr(transformers, f"MODEL_FOR_{kind.upper()}_CLASSIFICATION_MAPPING"):
+            auto = getattr(transformers, f"AutoModelFor{kind}Classification")
             model: nn.Module = auto.from_config(config, trust_remote_code=False)
             if model.state_dict().keys() == set(stored):
                 return model

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,6 @@ class Base:
     path: str
     revision: str | None
     fingerprint: str
-
-    def told(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         revision = f" at {self.revision}" if self.revision else ""

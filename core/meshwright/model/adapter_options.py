@@ -30,6 +30,7 @@ from .adapter import (
     values_on_meta,
     with_adapter,
 )
+from .configuration import DTYPE_NAMES, one_of
 from .pretrained import DTYPES
 from .weights import Weights, replace_parameters
 
@@ -187,7 +188,6 @@ def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
 
 
 def _merged(saved: Any, kind: Any, given: Mapping[str, Any], directory: Path, where: str) -> Any:
-    """Return the saved configuration, if all else that is given agrees with it."""
     _config_class(_kind(saved), f"{where}.adapter={str(directory)!r}:")
     if kind is not None and str(kind).lower() != _kind(saved):
         raise ConfigError(f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {_kind(saved)!r}.")
@@ -233,7 +233,4 @@ def _base_dtype(name: Any, where: str) -> torch.dtype | None:
             f"{where}.base_dtype={name!r}: a quantized base cannot be sharded or exported here yet. Use "
             f"base_dtype=bfloat16, which halves a float32 base, and shard it over more ranks (fsdp2, tp_size, pp_size)."
         )
-    if name is not None and name not in DTYPES:
-        hint = nearest(str(name), DTYPES)
-        raise ConfigError(f"{where}.base_dtype={name!r} is not one of {', '.join(DTYPES)}.{hint}")
-    return DTYPES.get(name)
+    return None if name is None else DTYPES[one_of(DTYPE_NAMES, name, f"{where}.base_dtype")]

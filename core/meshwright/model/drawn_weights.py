@@ -72,9 +72,9 @@ class _Outline(TorchDispatchMode):
     One thing, since what is recorded, what is freed and what is drawn anew are three sides of one table of tensors.
     """
 
-    def __init__(self, budget_bytes: int, seed: int | None) -> None:
+    def __init__(self, seed: int | None) -> None:
         super().__init__()
-        self._budget_bytes, self._seed, self._tiles = budget_bytes, seed, 0
+        self._seed, self._tiles = seed, 0
         self._by_storage: dict[int, list[_Step]] = {}
         self._steps: list[_Step] = []
         # Held, since a freed storage's key may come again; and how many elements it has, of which dtype.
@@ -167,7 +167,7 @@ class _Outline(TorchDispatchMode):
 
     def _free(self, keep: set[int]) -> None:
         for key in list(self._resident):
-            if sum(self._resident.values()) <= self._budget_bytes:
+            if sum(self._resident.values()) <= BUDGET_BYTES:
                 return
             if key not in keep:
                 self._storages[key].resize_(0)
@@ -244,10 +244,9 @@ class DeferredModel:
         model: as built under `torch.device("meta")`, before anything changes it.
         seed: of large tensors, which are drawn by tiles. None: all have the values of transformers, and the CPU's
             generator advances as if the model had been built with memory.
-        budget_bytes: memory for full parameters that were used last; None: BUDGET_BYTES.
     """
 
-    def __init__(self, model: nn.Module, *, seed: int | None = None, budget_bytes: int | None = None) -> None:
+    def __init__(self, model: nn.Module, *, seed: int | None = None) -> None:
         with_memory = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         if with_memory:
             raise ModelError(
@@ -260,7 +259,7 @@ class DeferredModel:
                 f"{type(model).__name__} is on the meta device and no model of transformers, so there is no saying "
                 f"what weights it starts from. Build it without `torch.device('meta')`."
             )
-        self._outline = _Outline(BUDGET_BYTES if budget_bytes is None else budget_bytes, seed)
+        self._outline = _Outline(seed)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
         try:

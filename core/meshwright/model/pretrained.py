@@ -115,19 +115,19 @@ class PretrainedWeights:
     def __init__(
         self, sources: Mapping[str, Source], directory: Path, remarks: tuple[str, ...], missing: tuple[str, ...]
     ) -> None:
-        self._sources, self._directory = sources, directory
+        self.sources, self._directory = sources, directory
         self.remarks, self.missing = remarks, missing
 
     def fingerprint(self) -> int:
         """Return a number of 62 bits of names, shapes and dtypes, to be compared between ranks."""
-        described = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self._sources.items())
+        described = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self.sources.items())
         return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:8]) >> 2
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sources
+        return name in self.sources
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+        return iter(self.sources)
 
     def shape(self, name: str) -> torch.Size:
         return self._source(name).shape
@@ -145,9 +145,9 @@ class PretrainedWeights:
         return torch.empty(tuple(sizes), dtype=source.dtype) if 0 in sizes else source.read(offsets, sizes)
 
     def _source(self, name: str) -> Source:
-        if name not in self._sources:
-            raise ModelError(f"{self._directory} gives no weight {name!r}.{nearest(name, self._sources)}")
-        return self._sources[name]
+        if name not in self.sources:
+            raise ModelError(f"{self._directory} gives no weight {name!r}.{nearest(name, self.sources)}")
+        return self.sources[name]
 
 
 def open_pretrained(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,6 @@ from torch import Tensor
 TILE_ELEMENTS = 1 << 16
 TILE_COLUMNS = 1 << 9
 _BITS = (1 << 32) - 1
-_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -153,12 +151,9 @@ def _row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
-    """Return this thread's generator, at the beginning of a stream; see [Note: streams]."""
-    if not hasattr(_of_thread, "generator"):
-        _of_thread.generator = torch.Generator()
-    generator: torch.Generator = _of_thread.generator
+    """Return a generator at the beginning of a stream; see [Note: streams]."""
     base = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest())
-    return generator.manual_seed(_mixed((base + stream) & _BITS))
+    return torch.Generator().manual_seed(_mixed((base + stream) & _BITS))
 
 
 def _mixed(value: int) -> int:

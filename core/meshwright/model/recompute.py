@@ -202,31 +202,29 @@ def _selective_contexts() -> Any:
 
 def _keeping_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     kept: list[Any] = []
-    return _Keep(kept), _Reuse(kept)
+    return _Chosen(kept, is_again=False), _Chosen(kept, is_again=True)
 
 
-class _Keep(TorchDispatchMode):
-    """Keeps what operators chose, as copies: models write into what they get (the weights of experts, to norm them)."""
+class _Chosen(TorchDispatchMode):
+    """Keeps what operators chose, and gives it again; as copies, since models write into it (to norm weights)."""
 
-    def __init__(self, kept: list[Any]) -> None:
+    def __init__(self, kept: list[Any], *, is_again: bool) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._is_again = kept, is_again
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _depends_on_data(func):
-            self._kept.append(_copied(result))
-        return result
-
-
-class _Reuse(_Keep):
-    def __enter__(self) -> _Reuse:
+    def __enter__(self) -> _Chosen:
         self._rest = iter(self._kept)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _copied(next(self._rest)) if _depends_on_data(func) else func(*args, **(kwargs or {}))
+        depends = _depends_on_data(func)
+        if depends and self._is_again:
+            return _copied(next(self._rest))
+        result = func(*args, **(kwargs or {}))
+        if depends:
+            self._kept.append(_copied(result))
+        return result
 
 
 def _depends_on_data(op: Any) -> bool:
