@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from support.commands import write_run
 from support.runs import Place
 from support.tiers import mostly_slow
+from support.told import told
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.base.errors import CheckpointError, MeshwrightError, StrategyError
+from meshwright.base.errors import MeshwrightError, StrategyError
 from meshwright.checkpoint import export_checkpoint, load_checkpoint, read_manifest, save_checkpoint
 from meshwright.checkpoint.index import read_index, read_tensors
 from meshwright.cli import main as cli
@@ -33,7 +33,6 @@ from meshwright.train.loop.ema import EMA
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run
 from meshwright_testing import pool
 from meshwright_testing.case import share
-from meshwright_testing.models import case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 EXACT = 1e-12
@@ -48,8 +47,6 @@ TIED = replace(CASE, tied=True)
 ADAPTED = replace(CASE, tied=None, adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
 SETTINGS: dict[str, dict[str, Any]] = {
     "decay": {"decay": 0.8},
-    "every": {"decay": 0.8, "every": 2},
-    "start": {"decay": 0.8, "start": 2},
     "warmup": {"decay": 0.3, "warmup": True},
     "all": {"decay": 0.25, "every": 2, "start": 1, "warmup": True},
 }
@@ -58,6 +55,7 @@ Layout = tuple[int, str, dict[str, Any], dict[str, Any]]
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
 OVERLAPPED = {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, Layout] = {
+    "single": (1, "single", {}, {}),
     "ddp, distributed optimizer": (2, "ddp", ZERO1, {}),
     "ddp, gathers to come": (2, "ddp", OVERLAPPED, {}),
     "fsdp2": (2, "fsdp2", {}, {}),
@@ -129,8 +127,20 @@ def worst(found: dict[str, Tensor], average: dict[str, Tensor]) -> float:
     return max(float((found[name] - each).abs().max()) for name, each in average.items())
 
 
-def check_layout(layout: Layout, case: Case, setting: str) -> None:
-    ranks, *rest = layout
+@pytest.mark.parametrize(
+    ("layout", "case", "setting"),
+    mostly_slow(
+        [
+            ("fsdp2", CASE, "all"),
+            *((layout, TIED if "pipeline" in layout else CASE, "all") for layout in LAYOUTS if layout != "fsdp2"),
+            *(("single", CASE, setting) for setting in SETTINGS),
+            ("fsdp2", ADAPTED, "decay"),
+        ]
+    ),
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_the_average_is_that_of_one_process_by_hand(layout: str, case: Case, setting: str) -> None:
+    ranks, *rest = LAYOUTS[layout]
     average, of_average, last = expected(case, setting)
     for found, loss, loss_of_weights, is_left in pool(ranks).run(trained, *rest, case, SETTINGS[setting]):
         assert worst(found, average) <= EXACT
@@ -138,17 +148,6 @@ def check_layout(layout: Layout, case: Case, setting: str) -> None:
         assert abs(loss_of_weights - last) <= EXACT
         assert abs(of_average - last) > 1e-6
         assert is_left
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_each_option_of_an_average_acts_as_by_hand(setting: str) -> None:
-    check_layout((1, "single", {}, {}), CASE, setting)
-
-
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, "fsdp2"))
-def test_the_average_is_that_of_one_process_by_hand(layout: str) -> None:
-    check_layout(LAYOUTS[layout], TIED if "pipeline" in layout else CASE, "all")
 
 
 # -- in checkpoints
@@ -169,20 +168,14 @@ def resumed(layout: str, case: Case, steps: range, source: str | None, target: s
     return averaged(manager, ema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "before", "after"),
-    [
-        pytest.param("tied", "fsdp2", "pipeline over ddp", marks=pytest.mark.slow),
-        pytest.param("tied", "pipeline over ddp", "megatron_fsdp", marks=pytest.mark.slow),
-        pytest.param("adapters", "fsdp2", "pipeline over ddp", marks=pytest.mark.slow),
-        pytest.param("adapters", "megatron_fsdp", "fsdp2", marks=pytest.mark.zoo),
-    ],
+    [(TIED, "pipeline over ddp", "megatron_fsdp"), (ADAPTED, "fsdp2", "pipeline over ddp")],
+    ids=["tied", "adapters"],
 )
-def test_an_average_goes_on_in_another_layout(tmp_path: Path, case: str, before: str, after: str) -> None:
-    check_goes_on(replace(TIED if case == "tied" else ADAPTED, schedule=None), before, after, str(tmp_path / "step"))
-
-
-def check_goes_on(case: Case, before: str, after: str, path: str) -> None:
+def test_an_average_goes_on_in_another_layout(tmp_path: Path, case: Case, before: str, after: str) -> None:
+    case, path = replace(case, schedule=None), str(tmp_path / "step")
     pool(LAYOUTS[before][0]).run(resumed, before, case, range(3), None, path)
     average = expected(case, "all")[0]
     for found in pool(LAYOUTS[after][0]).run(resumed, after, case, range(3, case.steps), path, None):
@@ -224,8 +217,8 @@ def test_averages_of_half_weights_are_wide_and_keep_all_bits_in_another_layout(t
     assert any(not torch.equal(each, each.bfloat16().float()) for each in first.values())
 
 
-def loaded_without(path: str) -> tuple[str, bool]:
-    """The task of one rank: the error where there is no average, and whether one begins with what was loaded."""
+def loaded_without(path: str) -> tuple[str, str, bool]:
+    """The task of one rank: errors where there is no average, and whether one begins with what was loaded."""
     manager = build_manager("ddp", {}, {}, CASE)
     train_steps(manager, CASE, range(1))
     save_checkpoint(manager, path, step=1)
@@ -233,18 +226,16 @@ def loaded_without(path: str) -> tuple[str, bool]:
     load_checkpoint(other, path)
     ema = EMA(other, EMAConfig(decay=0.5), step=1)
     begins = worst(averaged(other, ema), full_weights(manager)) == 0.0
-    try:
-        load_checkpoint(other, path)
-    except CheckpointError as error:
-        return str(error), begins
-    return "", begins
+    export = told(export_checkpoint, path, f"{path}-model", average=True)
+    return told(load_checkpoint, other, path), export, begins
 
 
 def test_a_checkpoint_without_an_average_is_told_of_and_one_may_begin_after_it(tmp_path: Path) -> None:
-    (first, begins), second = pool(2).run(loaded_without, str(tmp_path / "step"))
-    assert (first, begins) == second
-    assert "has no average of the weights" in first
-    assert begins
+    one, other = pool(2).run(loaded_without, str(tmp_path / "step"))
+    assert one == other
+    assert all("CheckpointError" in text and "has no average of the weights" in text for text in one[:2])
+    assert one[2]
+    assert [each.name for each in tmp_path.iterdir()] == ["step"]
 
 
 def test_an_average_needs_an_optimizer_a_manager_that_can_and_no_other_average() -> None:
@@ -256,33 +247,18 @@ def test_an_average_needs_an_optimizer_a_manager_that_can_and_no_other_average()
         other = build_manager("single", {}, {}, CASE)
         with pytest.raises(StrategyError, match="keeps no average"), other.averaged():  # type: ignore[attr-defined]
             pass
+        own = type("Own", (StrategyManager,), {"strategy": "own", **dict.fromkeys(StrategyManager.__abstractmethods__)})
         with pytest.raises(StrategyError, match="strategy 'own' keeps no averages"):
-            EMA(Own())  # type: ignore[abstract]
+            EMA(own())
         other._optimizer = None  # type: ignore[attr-defined]
         with pytest.raises(MeshwrightError, match="build_optimizer"):
             EMA(other)
-
-
-class Own(StrategyManager):
-    """One of a third party, which implements the contract by itself."""
-
-    strategy = "own"
-
-
-Own.__abstractmethods__ = frozenset()
 
 
 def test_options_of_an_average_that_mean_nothing_are_errors() -> None:
     for config in ({"decay": 1.0}, {"decay": -0.1}, {"every": 0}, {"start": -1}, {"warmup": 1}):
         with pytest.raises(ValueError, match=rf"{next(iter(config))}\n +Input should be"):
             EMAConfig(**config)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=pytest.mark.slow if each == "fsdp2" else pytest.mark.zoo) for each in LAYOUTS]
-)
-def test_adapters_are_averaged_like_other_weights(layout: str) -> None:
-    check_layout(LAYOUTS[layout], ADAPTED, "decay")
 
 
 @pytest.mark.slow
@@ -306,48 +282,11 @@ def test_an_export_of_the_average_is_the_averaged_model_in_the_dtype_of_the_weig
     assert any(not torch.equal(wide[name], value.float()) for name, value in average.items())
 
 
-def test_an_export_of_an_average_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with closing(open_world("cpu")):
-        save_checkpoint(build_manager("single", {}, {}, CASE), tmp_path / "step", step=0)
-    with pytest.raises(CheckpointError, match="has no average of the weights: the run has kept none"):
-        export_checkpoint(tmp_path / "step", tmp_path / "model", average=True)
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.slow
-def test_an_adapter_is_exported_with_its_averages_alone_and_merged(tmp_path: Path) -> None:
-    base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
-    base.save_pretrained(tmp_path / "base")
-    case = replace(CASE, dtype="float32", schedule=None)
-    with closing(open_world("cpu")):
-        options = {"type": "lora", "r": 4, "target_modules": ["q_proj", "down_proj"]}
-        manager = mw.from_pretrained(str(tmp_path / "base"), "single", peft=options, device="cpu", seed=3)
-        manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-2)))
-        ema = EMA(manager, EMAConfig(decay=0.5))
-        train_steps(manager, case, range(3))
-        save_checkpoint(manager, tmp_path / "step", step=3)
-        average, weights = averaged(manager, ema), full_weights(manager)
-    for name, more in (("adapter", []), ("merged", ["--merge"])):
-        args = ["export", str(tmp_path / "step"), str(tmp_path / name), "--ema", *more]
-        assert CliRunner().invoke(cli.app, args).exit_code == 0
-    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    found = dict(adapted.named_parameters())
-    trained = [name for name in average if "lora_" in name]
-    assert all(torch.equal(found[name], average[name]) for name in trained)
-    assert not any(torch.equal(found[name], weights[name]) for name in trained)
-    ids = torch.arange(24).view(2, 12) % 100
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    with torch.no_grad():
-        assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-5)
-    args = ["export", str(tmp_path / "adapter"), str(tmp_path / "none"), "--ema", "--merge"]
-    assert CliRunner().invoke(cli.app, args).exit_code == 2
-
-
 # -- in loops and runs
 
 
-def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], float]:
-    """The task of one rank: evaluations of the last step; the same by hand; and how far a set's name reaches."""
+def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], str]:
+    """The task of one rank: evaluations of the last step; the same by hand; and the error for a name taken twice."""
     manager = build_manager("fsdp2", {}, {}, CASE)
     ema = EMA(manager, EMAConfig(decay=0.5, **settings))
     place = manager.mesh.data_rank, manager.mesh.data_size
@@ -359,44 +298,32 @@ def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]
         for name, batches in sets.items():
             tokens = count_tokens(batches, manager.mesh)
             by_hand[f"{name}_ema"] = float(manager.eval_loss(batches, num_tokens=tokens))
-    told = -1.0
-    try:
-        mw.fit(manager, replace(loop, held_out={"a": sets["other"], "a_ema": sets["other"]}))
-    except MeshwrightError as error:
-        told = float("'a_ema'" in str(error))
-    return dict(results[-1].evaluations), by_hand, told
+    text = told(mw.fit, manager, replace(loop, held_out={"a": sets["other"], "a_ema": sets["other"]}))
+    return dict(results[-1].evaluations), by_hand, text
 
 
 @pytest.mark.slow
 def test_a_loop_evaluates_the_average_beside_the_weights() -> None:
-    for found, by_hand, told in pool(2).run(fitted, {}):
+    for found, by_hand, text in pool(2).run(fitted, {}):
         assert {name: found[name] for name in by_hand} == by_hand
         assert found.keys() == {"held_out", "other", "held_out_ema", "other_ema"}
         assert all(found[name] != found[f"{name}_ema"] for name in ("held_out", "other"))
-        assert told == 1.0
-    for found, _, told in pool(2).run(fitted, {"evaluate": False}):
+        assert "'a_ema'" in text
+    for found, _, text in pool(2).run(fitted, {"evaluate": False}):
         assert found.keys() == {"held_out", "other"}
-        assert told == -1.0
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("average")
-    write_run(directory)
-    return directory
-
-
-EVERY_TWO = {"every": 2, "sequences": 2}
+        assert not text
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model(
-    workplace: Path, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"ema": {"decay": 0.7, "warmup": True}, "eval": EVERY_TWO, "strategy": "fsdp2"}
-    whole, torn = (Place(workplace, tmp_path / name) for name in ("whole", "torn"))
+def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    options: dict[str, Any] = {"ema": {"decay": 0.7, "warmup": True}, "strategy": "fsdp2"}
+    options["eval"] = {"every": 2, "sequences": 2}
+    whole, torn = (Place(tmp_path, tmp_path / name) for name in ("whole", "torn"))
     for place in (whole, torn):
         place.directory.mkdir()
+    with pytest.raises(MeshwrightError, match=r"ema\.start=8, so nothing is averaged in steps=8"):
+        load_run(whole.file(ema={"start": 8}))
     whole.runs(ranks=2, **options)
     assert torn.run(ranks=2, kill_after=5, **options)[2] == 137
     torn.runs(**{**options, "strategy": "single"})
@@ -408,18 +335,3 @@ def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_th
     for name, value in models[1].items():
         assert not torch.equal(value, models[0][name])
         assert torch.allclose(value, again[name], rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"ema": {"start": 8}}, "ema.start=8, so nothing is averaged in steps=8"),
-        ({"ema": {"evaluate": False}, "checkpoint": {"keep_best": {"set": "held_out_ema"}}}, "is no set of this run"),
-    ],
-)
-def test_a_run_whose_average_would_do_nothing_is_refused(
-    changes: dict[str, Any], text: str, workplace: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(MeshwrightError, match=text):
-        load_run(Place(workplace, tmp_path).file(**changes))

@@ -12,9 +12,8 @@ from support.kinds import DIFFERENT_IN_KIND
 from support.managers import manager_of
 from support.refusals import raises_with
 from support.tiers import mostly_slow
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from meshwright.base.errors import ConfigError
@@ -67,11 +66,9 @@ def test_every_optimizer_of_torch_is_made_by_name_and_steps(name):
     [
         ({"name": "AdmaW"}, ["'AdmaW' is not in torch.optim.", "Did you mean 'AdamW'?", "Known: ASGD, "]),
         ({"name": "LBFGS"}, ["'LBFGS' needs a closure"]),
-        ({"name": "Optimizer"}, ["'Optimizer' is not in torch.optim."]),
         ({"name": "lr_scheduler"}, ["'lr_scheduler' is not in torch.optim."]),
         ({"options": {"beta": 1}}, ["takes no argument 'beta'", "Did you mean 'betas'?", "It takes: lr, betas, eps"]),
         ({"options": {"params": []}}, ["takes no argument 'params'"]),
-        ({"options": {"lr": 1}}, ["options holds 'lr'", "set optimizer.lr"]),
         ({"options": {"weight_decay": 1}}, ["options holds 'weight_decay'", "set optimizer.weight_decay"]),
         ({"name": "SparseAdam", "weight_decay": 0.1}, ["'SparseAdam' takes no argument 'weight_decay'"]),
     ],
@@ -93,14 +90,9 @@ def test_arguments_that_an_optimizer_refuses_are_an_error_that_names_it(config):
     [
         ("AdamW", {"betas": [0.9]}, "betas: Field required"),
         ("AdamW", {"betas": [0.9, 0.9, 0.9]}, "betas: List should have at most 2 items"),
-        ("AdamW", {"betas": 0.9}, "betas: Input should be a valid list"),
-        ("AdamW", {"eps": "small"}, "eps: Input should be a valid number"),
         ("AdamW", {"eps": True}, "eps: Input should be a valid number"),
-        # As words, all of them would be true.
-        ("AdamW", {"maximize": "no"}, "maximize: Input should be a valid boolean"),
-        ("AdamW", {"amsgrad": 0}, "amsgrad: Input should be a valid boolean"),
+        # As a word, it would be true.
         ("SGD", {"foreach": "false"}, "foreach: Input should be a valid boolean"),
-        ("ASGD", {"t0": "a"}, "t0: Input should be a valid number"),
         ("Rprop", {"step_sizes": ["a", 1]}, "step_sizes: Input should be a valid number"),
     ],
 )
@@ -131,20 +123,10 @@ def test_what_only_a_cpu_refuses_is_left_to_the_ranks_of_a_gpu():
     tried({"options": {"capturable": True}}, {}, device="cuda")
 
 
-@pytest.mark.parametrize("power", [-3, -0.5])
-def test_a_schedule_without_a_rate_after_the_last_step_is_an_error_beforehand(power):
+def test_a_schedule_without_a_rate_after_the_last_step_is_an_error_beforehand():
+    tried({}, {"name": "polynomial", "warmup_steps": 2})
     with pytest.raises(ConfigError, match=r"schedule 'polynomial' .* has no rate after step 10 of 10"):
-        tried({}, {"name": "polynomial", "options": {"power": power}})
-
-
-@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"])
-def test_schedules_that_have_rates_pass(name):
-    tried({}, {"name": name, "warmup_steps": 2})
-
-
-def test_options_reach_the_optimizer():
-    optimizer = make("SGD", lr=0.5, options={"momentum": 0.9, "nesterov": True})
-    assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.9, True)
+        tried({}, {"name": "polynomial", "options": {"power": -0.5}})
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
@@ -175,7 +157,6 @@ def rates(config: ScheduleConfig, steps: int = 10) -> list[float]:
     ("config", "expected"),
     [
         ({"name": "constant"}, [1.0] * 10),
-        ({"name": "constant_with_warmup", "warmup_steps": 2}, [0.0, 0.5] + [1.0] * 8),
         ({"name": "linear", "warmup_steps": 2}, [0.0, 0.5] + [1 - n / 8 for n in range(8)]),
         ({"name": "polynomial", "options": {"power": 1.0, "lr_end": 0.5}}, [1 - n / 20 for n in range(10)]),
     ],
@@ -189,15 +170,11 @@ def test_schedules_follow_the_step(config, expected):
     [
         ({"name": "cosin"}, ["schedule 'cosin' is not one of", "Did you mean 'cosine'?"]),
         ({"name": "reduce_lr_on_plateau"}, ["is not one of"]),
-        ({"name": "greedy"}, ["is not one of"]),
         ({"name": "cosine", "options": {"cycles": 2}}, ["schedule 'cosine' refuses its options", "cycles"]),
-        ({"name": "warmup_stable_decay"}, ["schedule 'warmup_stable_decay' refuses its options"]),
         ({"name": "constant", "warmup_steps": 3}, ["'constant' knows no warm-up", "constant_with_warmup"]),
         ({"name": "constant", "options": {"power": 1}}, ["'constant' takes no options", "power"]),
-        ({"name": "constant_with_warmup", "options": {"power": 1}}, ["takes no options", "power"]),
         ({"name": "cosine", "options": {"num_cycles": True}}, ["schedule.options.num_cycles=True is no finite number"]),
         ({"name": "cosine_with_min_lr", "options": {"min_lr": math.nan}}, ["min_lr=nan is no finite number"]),
-        ({"name": "cosine_with_min_lr", "options": {"min_lr": math.inf}}, ["min_lr=inf is no finite number"]),
     ],
 )
 def test_a_schedule_that_would_not_be_followed_is_an_error(config, texts):
@@ -213,23 +190,14 @@ def test_an_optimizer_is_known_to_fuse_by_trying_it() -> None:
 
 
 def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
-    from meshwright.optim import build as optim
-
-    parameters = [torch.nn.Parameter(torch.zeros(2, device="meta")), torch.nn.Parameter(torch.zeros(3, device="meta"))]
-    here = [torch.nn.Parameter(torch.zeros(2))]
     # In the place of a device that has kernels.
-    monkeypatch.setattr(optim, "can_fuse", lambda cls, device, dtype: device.type == "meta")
-    adamw = torch.optim.AdamW
-    assert fused_where_it_pays(adamw, {}, parameters) == {"fused": True}
-    assert fused_where_it_pays(adamw, {"foreach": True}, parameters) == {}
-    assert fused_where_it_pays(adamw, {}, here) == {}
-    assert fused_where_it_pays(adamw, {}, [*parameters, *here]) == {}
-    assert fused_where_it_pays(adamw, {}, []) == {}
-    monkeypatch.setattr(optim, "can_fuse", lambda *kind: False)
-    assert fused_where_it_pays(adamw, {}, parameters) == {}
+    monkeypatch.setattr("meshwright.optim.build.can_fuse", lambda cls, device, dtype: device.type == "meta")
+    there, here = [nn.Parameter(torch.zeros(2, device="meta"))], [nn.Parameter(torch.zeros(2))]
+    assert fused_where_it_pays(torch.optim.AdamW, {}, there) == {"fused": True}
+    for options, parameters in (({"foreach": True}, there), ({}, here), ({}, [*there, *here]), ({}, [])):
+        assert fused_where_it_pays(torch.optim.AdamW, options, parameters) == {}
 
 
-TRAINABLE = [name for name in zoo_types() if zoo_reason(name) is None]
 # Where patterns over whole paths went wrong, and those that keep vectors in two dims.
 KINDS = [*DIFFERENT_IN_KIND, "dbrx", "roberta-prelayernorm", "bert", "rwkv", "gpt_oss", "zamba", "kimi_linear", "xlnet"]
 
@@ -239,9 +207,7 @@ def decayed(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) ->
     return {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in KINDS else pytest.mark.zoo) for name in TRAINABLE]
-)
+@pytest.mark.parametrize("model_type", [name for name in zoo_types() if name in KINDS and zoo_reason(name) is None])
 def test_matrices_are_decayed_and_norms_biases_and_vectors_are_not(model_type: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(zoo_config(model_type))
@@ -262,103 +228,42 @@ def test_matrices_are_decayed_and_norms_biases_and_vectors_are_not(model_type: s
     assert {name for name, each in known_without_model(named.items()).items() if each.is_decayed} == found
 
 
-class Heads(nn.Module):
-    """A norm with a scale for each head, in two dims, whose name does not say what it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4, 9, dtype=torch.float64))
-
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        return hidden_BSD * self.gain.view(-1)
-
-
-class HeadsNorm(Heads):
-    """The same, and its class does."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_proj = nn.Linear(36, 36, dtype=torch.float64)
-        self.before, self.scale_of_heads = HeadsNorm(), Heads()
-        self.A_log = nn.Parameter(torch.zeros(4, 9, dtype=torch.float64))
-        self.mix = nn.Parameter(torch.ones(1, 1, 36, dtype=torch.float64))
-
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        read_BSD = self.scale_of_heads(self.before(hidden_BSD)) * self.A_log.exp().view(-1) * self.mix
-        return hidden_BSD + self.norm_proj(read_BSD).tanh()
-
-
-class Model(nn.Module):
-    """A causal LM of a user's own, with a vector in each of the shapes in which it may be kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(131, 36, dtype=torch.float64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(36, 131, bias=False, dtype=torch.float64)
-
-    def forward(self, input_ids: Tensor) -> CausalLMOutput:
-        hidden_BSD = self.embed(input_ids)
-        for block in self.blocks:
-            hidden_BSD = block(hidden_BSD)
-        return CausalLMOutput(logits=self.head(hidden_BSD))
-
-
-OWN = {"embed.weight", "head.weight"} | {
-    f"blocks.{index}.{name}" for index in range(2) for name in ("norm_proj.weight", "scale_of_heads.gain")
-}
-
-
-def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int], own: bool) -> set[str]:
+def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> set[str]:
     """What the groups of this rank's optimizer decay, under the names of the unwrapped model."""
-    manager = manager_of(Model() if own else tiny_model(), strategy, config, sizes)
+    manager = manager_of(tiny_model(), strategy, config, sizes)
     named: dict[str, nn.Parameter] = {}
-
-    def factory(given: Any) -> torch.optim.Optimizer:
-        pairs = list(given)
-        named.update(pairs)
-        return made(pairs)
-
-    configured: Any = optimizer_factory(OptimizerConfig(weight_decay=0.1))
 
     class Noting:
         def for_model(self, trained: Any) -> Any:
-            nonlocal made
-            made = configured.for_model(trained)
+            made: Any = optimizer_factory(OptimizerConfig(weight_decay=0.1))
+
+            def factory(given: Any) -> torch.optim.Optimizer:
+                named.update(given)
+                optimizer: torch.optim.Optimizer = made.for_model(trained)(named.items())
+                return optimizer
+
             return factory
 
-    made: Any = None
-    optimizer = manager.build_optimizer(Noting())  # type: ignore[arg-type]
-    return decayed(optimizer, named)
+    return decayed(manager.build_optimizer(Noting()), named)
 
 
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, int]]] = {
-    "single": (1, "single", {}, {}),
-    "ddp": (2, "ddp", {}, {}),
-    "distributed optimizer": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
-    "fsdp2, recomputation": (2, "fsdp2", {"activation_checkpointing": "full"}, {}),
-    "megatron_fsdp": (2, "megatron_fsdp", {}, {}),
-}
-
-
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, "ddp"))
-def test_every_strategy_decays_the_same_parameters_of_a_model_of_ones_own(layout: str) -> None:
-    ranks, *how = LAYOUTS[layout]
-    found = pool(ranks).run(decayed_under, *how, True)
-    assert set.union(*found) == OWN
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "sizes"), [("fsdp2", {"tp_size": 2}), ("ddp", {"pp_size": 2}), ("fsdp2", {"pp_size": 2})]
+    ("strategy", "config", "sizes"),
+    mostly_slow(
+        [
+            ("ddp", {}, {}),
+            ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+            ("fsdp2", {"activation_checkpointing": "full"}, {}),
+            ("megatron_fsdp", {}, {}),
+            ("fsdp2", {}, {"tp_size": 2}),
+            ("fsdp2", {}, {"pp_size": 2}),
+        ]
+    ),
+    ids=str,
 )
-def test_shards_and_stages_decay_the_same_parameters_as_one_process(strategy: str, sizes: dict[str, int]) -> None:
-    (expected,) = pool(1).run(decayed_under, "single", {}, {}, False)
-    assert expected == {name for name, parameter in tiny_model().named_parameters() if parameter.dim() == 2}
-    assert set.union(*pool(2).run(decayed_under, strategy, {}, sizes, False)) == expected
+def test_every_strategy_decays_the_same_parameters(strategy, config, sizes) -> None:
+    matrices = {name for name, parameter in tiny_model().named_parameters() if parameter.dim() == 2}
+    assert set.union(*pool(2).run(decayed_under, strategy, config, sizes)) == matrices
 
 
 @pytest.mark.parametrize(

@@ -190,15 +190,11 @@ def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> 
     [
         (7, torch.float64, 1.0, "ragged"),
         (7, torch.float64, 1.0, "all"),
-        # Four ranks: the last one has no entry of 6, and of 3 neither; of 2, two have none.
-        (6, torch.float64, 3.0, "ragged"),
-        (3, torch.float64, 1.0, "ragged"),
+        # Of four ranks, two have no entry.
         (2, torch.float64, 1.0, "none"),
         # exp() of these overflows.
-        (7, torch.float64, 1e4, "ragged"),
         (7, torch.float32, 1e4, "ragged"),
         (131, torch.bfloat16, 4.0, "ragged"),
-        (131, torch.float16, 4.0, "ragged"),
     ],
     ids=str,
 )
@@ -222,14 +218,9 @@ def test_loss_of_sharded_logits_is_that_of_whole_ones(ranks, vocab, dtype, scale
 
 def _loss_without_mercy() -> list[float]:
     """Logits of -inf, as models give to entries that are never to be chosen; a whole part of them too."""
-    rank = dist.get_rank()
-    logits_BSL = torch.zeros(1, 3, 2, dtype=torch.float64)
-    logits_BSL[..., 1] = -torch.inf
-    if rank == 1:
-        logits_BSL[:] = -torch.inf
+    logits_BSL = torch.tensor([-torch.inf if dist.get_rank() else 0.0, -torch.inf]).double().repeat(1, 3, 1)
     logits_BSL.requires_grad_()
-    labels_BS = torch.zeros(1, 3, dtype=torch.int64)
-    loss = _of_shards(logits_BSL, labels_BS, 4)
+    loss = _of_shards(logits_BSL, torch.zeros(1, 3, dtype=torch.int64), 4)
     loss.backward()
     assert logits_BSL.grad is not None
     return [float(loss), float(logits_BSL.grad.abs().max())]

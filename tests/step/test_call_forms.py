@@ -16,10 +16,9 @@ from transformers import modeling_flash_attention_utils as flash
 import meshwright as mw
 import meshwright_fsdp2.forward
 import meshwright_megatron_fsdp
-from meshwright import Degrees, Mesh, MeshSizes, ModelError, StrategyError, open_world, optimizer_factory
+from meshwright import MeshSizes, ModelError, StrategyError, optimizer_factory
 from meshwright.testing import Case
 from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
-from meshwright_ddp.bucketed import BucketedDataParallel
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_pipeline import PipelineConfig, PipelineManager
@@ -56,14 +55,12 @@ def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Out
     ("strategy", "shape", "names"),
     mostly_slow(
         [
-            ("fsdp2", (1, 1, 2, 1, 1), ROOT),
             ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
             ("fsdp2", (1, 2, 1, 1, 2), ROOT),
             ("megatron_fsdp", (1, 2, 1), ("dp", "cp", "tp")),
             ("ddp", (2,), ("data_parallel",)),
             ("pipeline", (2, 1), ("pp", "dp_shard")),
-        ],
-        ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
+        ]
     ),
     ids=str,
 )
@@ -71,16 +68,6 @@ def test_a_manager_on_a_device_mesh_trains_as_one_process(strategy, shape, names
     ranks = int(torch.tensor(shape).prod())
     outcomes = pool(ranks).run(_train, strategy, shape, names)
     assert difference(outcomes, reference(CASE)).worst <= TOLERANCE
-
-
-def _expert_degree() -> int:
-    device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
-    moe_mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "ep_shard", "ep"))
-    return FSDP2Manager(FSDP2Config(), device_mesh=device_mesh, moe_mesh=moe_mesh).mesh.degrees.ep
-
-
-def test_a_mesh_for_experts_tells_their_degree() -> None:
-    assert pool(2).run(_expert_degree) == [2, 2]
 
 
 def _refused(shape: tuple[int, ...], names: tuple[str, ...], part: str | None) -> str:
@@ -105,21 +92,6 @@ def test_a_device_mesh_that_is_not_understood_is_refused_on_all_ranks(shape, nam
     assert all(text in each and bool(text) == bool(each) for each in found), found
 
 
-def _gradient_dtype() -> tuple[str, str]:
-    world = open_world("cpu")
-    mesh = Mesh(Degrees(dp_replicate=world.size), world)
-    engines = [
-        BucketedDataParallel(tiny_model(dtype=torch.bfloat16), DistributedDataParallelConfig(**options), mesh)
-        for options in ({}, {"grad_reduce_in_fp32": True})
-    ]
-    plain, wide = (str(engine.buffers[0].gradients.dtype) for engine in engines)
-    return plain, wide
-
-
-def test_the_bucketed_class_called_directly_reduces_in_the_dtype_of_its_config() -> None:
-    assert pool(2).run(_gradient_dtype) == [("torch.bfloat16", "torch.float32")] * 2
-
-
 def test_names_of_the_reference_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(FSDP2Config, mw.DistributedConfig)
     assert meshwright_megatron_fsdp.HAVE_NVFSDP is True
@@ -140,15 +112,6 @@ def test_a_model_without_a_plan_raises_what_the_reference_says() -> None:
     with pytest.raises(AssertionError, match="no tensor-parallel plan of its own") as caught:
         meshwright_fsdp2.get_hf_tp_shard_plan(torch.nn.Linear(2, 2))
     assert isinstance(caught.value, ModelError)
-
-
-def _unclaimed_axis() -> str:
-    world = open_world("cpu")
-    return told(FSDP2Manager, FSDP2Config(), Mesh(Degrees(pp=world.size), world))
-
-
-def test_a_manager_refuses_a_mesh_with_an_axis_that_it_does_not_shard() -> None:
-    assert pool(2).run(_unclaimed_axis)[0].startswith("MeshError: the mesh is pp=2, but this strategy")
 
 
 POSITIONS: dict[Any, str] = {
@@ -174,29 +137,21 @@ def test_configs_take_their_options_by_position_in_the_references_order(cls: Any
     values = cls().to_dict()
     assert [*cls.positional[: len(names)]] == names
     assert cls(*(values[name] for name in names)) == cls()
-    assert FSDP2Config(True, None, True) == FSDP2Config(sequence_parallel=True, patch_is_packed_sequence=True)
     with pytest.raises(TypeError, match="several values for"):
         cls(values[names[0]], **values)
     with pytest.raises(TypeError, match=r"takes \d+ arguments by position: .*; 50 were given"):
         cls(*[None] * 50)
 
 
-def test_fields_that_the_reference_lacks_are_not_taken_by_position() -> None:
-    for cls in (FSDP2Config, MegatronFSDPConfig, DDPConfig, DistributedDataParallelConfig):
-        assert {*cls.positional} <= {*cls.model_fields}
-        assert not {*cls.positional} & {"reduce_dtype", "loss_chunk_rows", "cp_attention", "engine"}
-
-
-DOORS: dict[str, Any] = {
-    "ddp": lambda: DDPConfig(gradient_as_bucket_view=True),
-    "fsdp2": lambda: FSDP2Config(reshard_after_forward=False),
-    "megatron_fsdp": lambda: MegatronFSDPConfig(zero_dp_strategy=2),
-    "ddp (bucketed)": lambda: DistributedDataParallelConfig(use_distributed_optimizer=True),
+DOORS: dict[str, tuple[str, Any]] = {
+    "fsdp2": ("FSDP2Config on dp_shard=2", lambda: FSDP2Config(reshard_after_forward=False)),
+    "ddp": ("DDPConfig on dp_replicate=2", lambda: DDPConfig(gradient_as_bucket_view=True)),
+    "megatron_fsdp": ("MegatronFSDPConfig on dp_shard=2", lambda: MegatronFSDPConfig(zero_dp_strategy=2)),
 }
 
 
 def _from_doors(path: str, name: str) -> list[str]:
-    config, hf_config = DOORS[name](), tiny_model().config
+    config, hf_config = DOORS[name][1](), tiny_model().config
     options: dict[str, Any] = {"config": config, "dtype": "float64"}
     device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     managers: list[Any] = [
@@ -212,28 +167,10 @@ def _from_doors(path: str, name: str) -> list[str]:
     return [f"{type(each.config).__name__} on {each.mesh.degrees}" for each in managers]
 
 
-@pytest.mark.parametrize("name", mostly_slow(DOORS, "fsdp2"))
+@pytest.mark.parametrize("name", mostly_slow(DOORS))
 def test_the_strategy_follows_from_the_config_and_the_sizes_from_a_device_mesh(name: str, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
-    expected = {"fsdp2": "FSDP2Config", "megatron_fsdp": "MegatronFSDPConfig"}.get(name, "DDPConfig")
-    axis = "dp_replicate" if expected == "DDPConfig" else "dp_shard"
-    assert pool(2).run(_from_doors, str(tmp_path), name) == [[f"{expected} on {axis}=2"] * 4] * 2
-
-
-def _device_mesh_in_a_pipeline() -> list[float]:
-    device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
-    hf_config = tiny_model(layers=2).config
-    manager: Any = mw.from_config(
-        hf_config, config=FSDP2Config(), wrapper_config={"pipeline": PipelineConfig("gpipe")}, device_mesh=device_mesh
-    )
-    assert manager.config == PipelineConfig(pp_schedule="gpipe")
-    manager.build_optimizer(optimizer_factory(CASE.optimizer))
-    return train_steps(manager, CASE, range(2))[0]
-
-
-def test_a_device_mesh_with_pipeline_ranks_makes_a_pipeline() -> None:
-    first, second = pool(2).run(_device_mesh_in_a_pipeline)
-    assert first == second
+    assert pool(2).run(_from_doors, str(tmp_path), name) == [[DOORS[name][0]] * 4] * 2
 
 
 def _mixed_up(case: str) -> str:
@@ -241,7 +178,6 @@ def _mixed_up(case: str) -> str:
     forms: dict[str, dict[str, Any]] = {
         "size": {"device_mesh": device_mesh, "tp_size": 2},
         "device": {"device_mesh": device_mesh, "device": "cpu"},
-        "world": {"device_mesh": device_mesh, "world": open_world("cpu")},
         "experts alone": {"moe_mesh": device_mesh, "device": "cpu"},
         "no mesh": {"device_mesh": "dp"},
         "no config": {"config": PipelineConfig, "device": "cpu"},
@@ -256,7 +192,6 @@ def _mixed_up(case: str) -> str:
         [
             ("size", "MeshError: tp_size=2, but device_mesh has 1. Leave tp_size out."),
             ("device", "MeshError: device_mesh and device both say where"),
-            ("world", "MeshError: device_mesh and world both say where"),
             ("experts alone", "MeshError: moe_mesh is the mesh for experts beside device_mesh"),
             ("no mesh", "MeshError: a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a str"),
             ("no config", "ConfigError: strategy_config of 'fsdp2' takes a FSDP2Config, not a "),
@@ -269,27 +204,16 @@ def test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks(case: 
     assert all(text.startswith(start) for text in pool(2).run(_mixed_up, case))
 
 
-MANAGERS: tuple[Any, ...] = (FSDP2Manager, MegatronFSDPManager, DDPManager, PipelineManager)
-
-
 def _managers_on(given: Any) -> list[str]:
     device_mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    return [told(cls, given, device_mesh) or type(cls(given, device_mesh).config).__name__ for cls in MANAGERS]
+    classes: tuple[Any, ...] = (FSDP2Manager, MegatronFSDPManager, DDPManager, PipelineManager)
+    return [told(cls, given, device_mesh).partition("Manager ")[2] for cls in classes]
 
 
-@pytest.mark.parametrize(
-    ("given", "starts"),
-    [
-        ({}, ["FSDP2Config", "MegatronFSDPConfig", "DDPConfig", "PipelineConfig"]),
-        ({"bogus": 1}, [f"ConfigError: {cls.__name__} is not valid" for cls in MANAGERS]),
-        (MeshSizes(), [f"ConfigError: {cls.__name__} takes a " for cls in MANAGERS]),
-        ("full", [f"ConfigError: {cls.__name__} takes a " for cls in MANAGERS]),
-    ],
-    ids=str,
-)
-def test_managers_take_a_mapping_for_their_config_and_refuse_what_is_none(given: Any, starts: list[str]) -> None:
+@pytest.mark.parametrize(("given", "start"), [({}, ""), ({"bogus": 1}, "is not valid"), ("full", "takes a ")], ids=str)
+def test_managers_take_a_mapping_for_their_config_and_refuse_what_is_none(given: Any, start: str) -> None:
     (found,) = pool(1).run(_managers_on, given)
-    assert all(text.startswith(start) for text, start in zip(found, starts, strict=True)), found
+    assert all(text.startswith(start) and bool(text) is bool(start) for text in found), found
 
 
 @pytest.mark.parametrize(("strategy", "config"), [("megatron_fsdp", {}), ("ddp", {"use_megatron_fsdp": True})])

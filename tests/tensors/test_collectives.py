@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.tracing.collectives import Collective, Traffic, measure_collectives
 from meshwright_testing import pool
-
-
-def _plain(traffic: Traffic) -> list[tuple[str, int, torch.dtype, int]]:
-    return [(each.kind, each.ranks, each.dtype, each.bytes) for each in traffic]
 
 
 def _in_place() -> Traffic:
@@ -38,18 +30,13 @@ def _in_place() -> Traffic:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_bytes_are_those_of_the_whole_tensor_whichever_operation_carries_it() -> None:
+    kinds = ["all_gather", "reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all", "gather", "reduce"]
+    dtypes = {"all_reduce": torch.float64, "broadcast": torch.int32}
     for traffic in pool(2).run(_in_place):
-        assert _plain(traffic)[:-1] == [
-            ("all_gather", 2, torch.float32, 24),
-            ("reduce_scatter", 2, torch.float32, 24),
-            ("all_gather", 2, torch.float32, 24),
-            ("all_reduce", 2, torch.float64, 48),
-            ("broadcast", 2, torch.int32, 24),
-            ("all_to_all", 2, torch.float32, 24),
-            ("gather", 2, torch.float32, 24),
-            ("reduce", 2, torch.float32, 24),
-        ]
-        assert traffic.calls[-1].kind == "barrier"
+        assert [each.kind for each in traffic] == [*kinds, "barrier"]
+        for each in traffic.calls[:-1]:
+            assert (each.ranks, each.dtype) == (2, dtypes.get(each.kind, torch.float32))
+            assert each.bytes == 6 * each.dtype.itemsize
 
 
 def _functional() -> Traffic:
@@ -70,29 +57,9 @@ def _functional() -> Traffic:
 
 
 def test_functional_collectives_measure_like_those_in_place() -> None:
+    sent = [("all_gather", 24), ("reduce_scatter", 24), ("all_reduce", 24), ("all_reduce", 36)]
     for traffic in pool(2).run(_functional):
-        assert _plain(traffic) == [
-            ("all_gather", 2, torch.float32, 24),
-            ("reduce_scatter", 2, torch.float32, 24),
-            ("all_reduce", 2, torch.float32, 24),
-            ("all_reduce", 2, torch.float32, 36),
-        ]
-
-
-def _redistribute() -> Traffic:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
-    local = torch.ones(2, 5, requires_grad=True)
-
-    def work() -> None:
-        whole = DTensor.from_local(local, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
-        (whole.to_local(grad_placements=[Replicate()]) ** 2).sum().backward()
-
-    return measure_collectives(work, {"mine": mesh.get_group()})
-
-
-def test_a_redistributed_dtensor_is_seen_under_the_name_of_its_group() -> None:
-    for traffic in pool(2).run(_redistribute):
-        assert traffic.calls == (Collective("all_gather", "mine", 2, torch.float32, 2 * 2 * 5 * 4),)
+        assert [(each.kind, each.bytes) for each in traffic] == sent
 
 
 def test_traffic_selects_and_adds_up() -> None:
@@ -103,7 +70,3 @@ def test_traffic_selects_and_adds_up() -> None:
     assert traffic.of("all_gather").bytes == 20
     assert traffic.of(group="tp").calls == (b,)
     assert len(traffic.of("all_gather", "tp")) == 0
-    assert Counter(str(traffic).splitlines()) == {
-        "all_gather, dp (4 ranks), torch.bfloat16: 2 calls, 20 bytes": 1,
-        "all_reduce, tp (2 ranks), torch.float32: 1 calls, 3 bytes": 1,
-    }

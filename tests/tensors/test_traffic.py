@@ -135,13 +135,9 @@ FREQUENCIES = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy on some ranks, and what it sends.
+    """A strategy on some ranks, and what it sends: `least` of parameters and gradients, or `padded` where that is more.
 
-    Attributes:
-        least: parameters and gradients, below which nothing comes that holds as little; for each stage of a pipeline.
-        activations: exactly.
-        padded: parameters and gradients as they are sent, where that is more.
-        few: bytes of messages of a few numbers, exactly; for each stage.
+    `least` and `few`, bytes of messages of a few numbers, are for each stage of a pipeline.
     """
 
     ranks: int
@@ -162,12 +158,10 @@ OF_STAGES = tuple(_fsdp2(size, BLOCK, L // 2, MICRO) for size in STAGES)
 LAYOUTS = {
     # torch's engine knows itself what became of gradients, and sends the buffers of the first rank in each forward.
     "ddp, torch": Layout(2, "ddp", {}, {}, (REDUCED,), few=(_ending(0) + M * FREQUENCIES,)),
-    "ddp, bucketed": Layout(2, "ddp", BUCKETED, {}, (REDUCED,)),
     "ddp, distributed optimizer": Layout(
         *(2, "ddp", ZERO1, {}), ({"reduce_scatter copies": P, "all_gather copies": P},)
     ),
     "fsdp2": Layout(2, "fsdp2", {}, {}, (_fsdp2(),)),
-    "fsdp2 on 4 ranks": Layout(4, "fsdp2", {}, {}, (_fsdp2(),)),
     "HSDP": Layout(4, "fsdp2", {}, {"dp_replicate_size": 2}, (_fsdp2() | {"all_reduce copies": P // 2},)),
     "fsdp2, tp": Layout(4, "fsdp2", {}, {"tp_size": 2}, (_fsdp2(P_TP, BLOCK_TP),), TP),
     "fsdp2, tp, sequence_parallel": Layout(
@@ -192,7 +186,6 @@ LAYOUTS = {
         # How many rows go to each expert, once in forward for each block.
         few=(ENDING + M * L * EXPERTS * 8,),
     ),
-    "megatron_fsdp, ZeRO 0": Layout(2, "megatron_fsdp", {"zero_dp_strategy": 0}, {}, ({"all_reduce shard": P},)),
     **{
         f"megatron_fsdp, ZeRO {stage}": Layout(
             *(2, "megatron_fsdp", {"zero_dp_strategy": stage}, {}),
@@ -232,14 +225,8 @@ NAMES = {"dp_shard_cp": "shard", "dp_shard": "shard", "dp_replicate": "copies"}
 
 @dataclass
 class Measured:
-    """Of one rank.
-
-    Attributes:
-        sent: without messages of a few numbers.
-        few: bytes of these, but for what ranks agree on before a step; see tests/step/test_lean_step.py.
-        stage: of a pipeline.
-        routed: of each call of experts, how many rows go to those of each rank.
-    """
+    """Of one rank: what it sends; bytes of messages of a few numbers, but for what ranks agree on before a step (see
+    tests/step/test_lean_step.py); and of each call of experts, how many rows go to those of each rank."""
 
     sent: Sent
     few: int
@@ -335,17 +322,12 @@ def test_a_step_sends_the_least_and_what_is_told_beside_it(name: str) -> None:
 FED: dict[str, tuple[int, str, int, float]] = {
     "ddp, distributed optimizer": (1, "", 0, 1),
     "fsdp2": (2, "all_gather", P, 1),
-    "fsdp2 on 4 ranks": (4, "all_gather", P, 1),
     "HSDP": (2, "all_gather", P, 1),
     # Norms are on every rank of tp, and one of them gives them.
     "fsdp2, tp": (4, "all_gather", P, 1.005),
-    "fsdp2, ep": (4, "all_gather", DENSE + ALL_EXPERTS, 1),
-    "megatron_fsdp, ZeRO 0": (1, "", 0, 1),
     # A rank has a stretch of a unit, of one tensor more than of another.
-    "megatron_fsdp, ZeRO 2": (2, "all_gather", P, 1.005),
     "megatron_fsdp, tp": (4, "all_gather", P, 1.16),
     "pipeline, fsdp2": (4, "broadcast", P, 1),
-    "pipeline, ddp, distributed optimizer": (2, "broadcast", P, 1),
 }
 """By layout: how many ranks have everything between them, how they send it to each other, its bytes, and by how much
 more they send at the most."""

@@ -74,9 +74,8 @@ class Mesh:
         """Raise MeshError, on all ranks alike, if `given` is not the expert mesh; it may lack axes of one rank."""
 
         def placed(mesh: DeviceMesh) -> tuple[list[tuple[str, int]], list[int]]:
-            names = mesh.mesh_dim_names or ("",) * mesh.ndim
-            axes = [(name, size) for name, size in zip(names, mesh.mesh.shape, strict=True) if size > 1]
-            return axes, mesh.mesh.flatten().tolist()
+            sizes = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.mesh.shape, strict=True)
+            return [(name, size) for name, size in sizes if size > 1], mesh.mesh.flatten().tolist()
 
         if placed(given) != placed(self.expert_mesh):
             raise MeshError(
@@ -133,13 +132,8 @@ class Mesh:
         return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
 
 
-_AXIS_OF = {axis: axis for axis in ROOT_AXES} | {
-    "pipeline_parallel": "pp",
-    "dp": "dp_shard",
-    "data_parallel": "dp_shard",
-    "context_parallel": "cp",
-    "tensor_parallel": "tp",
-}
+_AXIS_OF = {axis: axis for axis in ROOT_AXES} | {"dp": "dp_shard", "data_parallel": "dp_shard"}
+_AXIS_OF |= {"pipeline_parallel": "pp", "context_parallel": "cp", "tensor_parallel": "tp"}
 
 
 def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:

@@ -19,7 +19,6 @@ pytorch/pytorch pull request 179291, issue 190489.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import threading
 import time
@@ -53,11 +52,6 @@ def settle() -> None:
         time.sleep(_POLL_S)
         while any(map(_is_busy, _TASKS.iterdir())) and time.monotonic() < end:
             time.sleep(_POLL_S)
-
-
-@functools.cache
-def _settle_at_exit() -> None:
-    atexit.register(settle)
 
 
 def _is_busy(task: Path) -> bool:
@@ -175,12 +169,9 @@ class World:
             self._pass(self.rank + power, send=mine)
 
     def _pass(self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
-        works = []
-        if send is not None:
-            works.append(dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG))
-        if receive is not None:
-            works.append(dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG))
-        for work in filter(None, works):
+        sent = None if send is None else dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG)
+        taken = None if receive is None else dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG)
+        for work in filter(None, (sent, taken)):
             work.wait()
 
     def select(self, real: T, planned: T) -> T:
@@ -206,8 +197,7 @@ class World:
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work`, which must not issue collectives; if it fails on any rank, raise as `raise_together`."""
-        error: MeshwrightError | None = None
-        result: T | None = None
+        error = result = None
         try:
             result = work()
         except MeshwrightError as caught:
@@ -284,7 +274,9 @@ def existing_world(device: torch.device | str) -> World:
 
 
 def _use(device: torch.device) -> None:
-    _settle_at_exit()
+    # Once: the same function is not registered twice.
+    atexit.unregister(settle)
+    atexit.register(settle)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 

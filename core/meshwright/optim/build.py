@@ -77,21 +77,19 @@ class _Settings:
         settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
         named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in given]
         made = settings.make(named, known_without_model(named))
-        told = f"{self.where}: optimizer {self.cls.__name__!r}"
+        told, how = f"{self.where}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
         try:
             for _ in range(2):
                 for _, parameter in named:
                     parameter.grad = torch.ones_like(parameter)
                 made.step()
         except Exception as error:
-            raise ConfigError(
-                f"{told} cannot step with lr={self.lr} and options {self.options}: {reason(error)}. Change them, or "
-                f"use another optimizer."
-            ) from error
+            text = f"{told} cannot step {how}: {reason(error)}. Change them, or use another optimizer."
+            raise ConfigError(text) from error
         if not all(bool(parameter.isfinite().all()) for _, parameter in named):
             raise ConfigError(
-                f"{told} with lr={self.lr} and options {self.options} makes parameters infinite or NaN in its first "
-                f"two steps. Lower the rate, or change the options."
+                f"{told} {how} makes parameters infinite or NaN in its first two steps. Lower the rate, or change the "
+                f"options."
             )
         return made
 
@@ -203,20 +201,16 @@ def split_by_mesh(optimizer: Optimizer) -> None:
 
 def optimizer_class(name: str, where: str) -> type[Optimizer]:
     """Return the optimizer of a name in torch.optim, or at an import path on the allow-list; ConfigError otherwise."""
-    if "." in name:
-        found = import_class_from_path(name)
-        if not issubclass(found, Optimizer):
-            raise ConfigError(f"{where}={name!r} is no optimizer. Name a subclass of torch.optim.Optimizer.")
-    else:
-        classes = {name: each for name, each in vars(torch.optim).items() if inspect.isclass(each)}
-        known = {name: cls for name, cls in classes.items() if issubclass(cls, Optimizer) and cls is not Optimizer}
-        if name not in known:
-            raise ConfigError(
-                f"optimizer {name!r} is not in torch.optim.{nearest(name, known)} Known: {', '.join(sorted(known))}. "
-                f"Name one of your own by its import path, such as 'my_package.Lion'."
-            )
-        found = known[name]
-    cls: type[Optimizer] = found
+    classes = {name: each for name, each in vars(torch.optim).items() if inspect.isclass(each)}
+    known = {name: cls for name, cls in classes.items() if issubclass(cls, Optimizer) and cls is not Optimizer}
+    if "." not in name and name not in known:
+        raise ConfigError(
+            f"optimizer {name!r} is not in torch.optim.{nearest(name, known)} Known: {', '.join(sorted(known))}. "
+            f"Name one of your own by its import path, such as 'my_package.Lion'."
+        )
+    cls: type[Optimizer] = known[name] if name in known else import_class_from_path(name)
+    if not issubclass(cls, Optimizer):
+        raise ConfigError(f"{where}={name!r} is no optimizer. Name a subclass of torch.optim.Optimizer.")
     if needs_closure(cls):
         raise ConfigError(f"optimizer {name!r} needs a closure that runs the model again; use another one.")
     return cls
@@ -246,7 +240,9 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, 
     hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     parameters = inspect.signature(function).parameters
     for name, value in values.items():
-        wanted = hints.get(name, _type_of_default(parameters[name].default) if name in parameters else Any)
+        # A default of 0 is often written for 0.0.
+        default = type(parameters[name].default) if name in parameters else object
+        wanted = hints.get(name, {bool: bool, int: float, float: float}.get(default, Any))
         try:
             TypeAdapter(wanted, config=_STRICT).validate_python(_as_tuple(value))
         except ValidationError as error:
@@ -254,11 +250,6 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, 
             # Files have lists, and no tuples.
             said = said.replace("Tuple", "List").replace("tuple", "list")
             raise ConfigError(f"{where}.{name}: {said} (got {value!r:.200})") from None
-
-
-def _type_of_default(default: Any) -> Any:
-    # A default of 0 is often written for 0.0.
-    return bool if isinstance(default, bool) else float if isinstance(default, int | float) else Any
 
 
 def _as_tuple(value: Any) -> Any:
@@ -320,18 +311,15 @@ def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
 
 
 def check_schedule(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -> None:
-    sampled = {*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}
-    for step in sorted(sampled):
+    told = f"schedule {config.name!r} with options {config.options}"
+    for step in sorted({*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}):
+        after = f"after step {step} of {steps}"
         try:
             rates = _rates(scheduler, step)
             usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
         except Exception as error:
-            raise ConfigError(
-                f"schedule {config.name!r} with options {config.options} has no rate after step {step} of {steps}: "
-                f"{reason(error)}. Change the options."
-            ) from error
+            raise ConfigError(f"{told} has no rate {after}: {reason(error)}. Change the options.") from error
         if not usable:
             raise ConfigError(
-                f"schedule {config.name!r} with options {config.options} gives the rates {rates} after step {step} of "
-                f"{steps}, which must be finite and not below 0. Change the options."
+                f"{told} gives the rates {rates} {after}, which must be finite and not below 0. Change the options."
             )

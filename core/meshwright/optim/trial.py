@@ -106,7 +106,17 @@ def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
     try:
         whole = _stepped(cls, settings, values, lambda value: [value])
     except Exception as error:
-        _take_untried(cls, kind, error)
+        if f"{cls.__module__}.".startswith("torch.optim."):
+            raise StrategyError(
+                f"{cls.__name__} cannot step with these settings: {reason(error)}. Change them, or use another "
+                f"optimizer."
+            ) from error
+        if kind.is_piece or kind.mesh is not None:
+            warn(
+                f"{cls.__name__} could not be tried ({reason(error)}), so it is not known whether it steps the parts "
+                f"of parameters that it has under this strategy as it would step whole ones. Compare with strategy "
+                f"single."
+            )
         return
     is_elementwise = _is_elementwise(cls, settings, values, whole)
     if kind.is_piece and not is_elementwise:
@@ -135,20 +145,6 @@ def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
         raise StrategyError(
             f"{cls.__name__} steps sharded parameters (DTensors), which it has under this strategy, otherwise than "
             f"whole ones. {_INSTEAD}, or a strategy under which the optimizer has whole parameters (ddp)."
-        )
-
-
-def _take_untried(cls: type[Optimizer], kind: _Kind, error: Exception) -> None:
-    """Refuse an optimizer of torch that cannot step whole stand-ins; warn of another one."""
-    if f"{cls.__module__}.".startswith("torch.optim."):
-        raise StrategyError(
-            f"{cls.__name__} cannot step with these settings: {reason(error)}. Change them, or use another optimizer."
-        ) from error
-    if kind.is_piece or kind.mesh is not None:
-        warn(
-            f"{cls.__name__} could not be tried ({reason(error)}), so it is not known whether it steps the parts of "
-            f"parameters that it has under this strategy as it would step whole ones. Compare with strategy single.",
-            stacklevel=2,
         )
 
 

@@ -38,11 +38,12 @@ from .._compat.peft import base_name, with_low_rank, wrappers_of_parameters
 from .._compat.torch import all_to_all, own_parameters
 from ..base.errors import ModelError
 from ..mesh.mesh import Mesh
+from ..mesh.sizes import divisors
 from ..model.forward_order import Layer
 from ..step.axis import Axis
 from ..tensors.ops import in_place_of, on_host, with_attribute
 from . import Forward, wrap_forward
-from .tensor.collectives import Gather, Split
+from .tensor.collectives import Exchange, Gather, Split
 from .tensor.placements import Division, LocalParameters
 
 _DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
@@ -77,10 +78,9 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
         )
     for each in found:
         if each.count % ep_size:
-            divisors = ", ".join(str(size) for size in range(1, each.count + 1) if each.count % size == 0)
             raise ModelError(
                 f"ep_size={ep_size} does not divide the {each.count} experts of {each.name}. "
-                f"Use one of {divisors} for ep_size."
+                f"Use one of {divisors(each.count)} for ep_size."
             )
         _check_own(model, each, ep_size)
 
@@ -145,12 +145,10 @@ class ExpertParallel(Axis):
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._model = model
-        self._experts = find_experts(model)
+        self._model, self._experts = model, find_experts(model)
         self.names = tuple(each.name for each in self._experts)
         self.mesh = mesh.expert_mesh["ep"]
-        self.size = self.mesh.size()
-        self._group = self.mesh.get_group()
+        self.size, self._group = self.mesh.size(), self.mesh.get_group()
         # The ranks of tp have the same tokens.
         self._tp_group = mesh.group("tp") if mesh.degrees.tp > 1 else None
         self._local: list[LocalParameters] = []
@@ -197,14 +195,12 @@ class ExpertParallel(Axis):
         wrap_forward(module, Layer.EXPERTS, run, lambda: self._active)
 
     def _run(self, experts: Experts, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-        _check_shapes(experts, hidden_TD, index_TK, weights_TK)
-        tokens, group = hidden_TD.shape[0], self._tp_group
+        given = [hidden.reshape(-1, hidden.shape[-1]), index_TK, weights_TK]
+        _check_shapes(experts, *given)
+        tokens, group = given[0].shape[0], self._tp_group
         if group is not None:
-            hidden_TD, index_TK, weights_TK = (
-                Split.apply(each, 0, group) for each in (hidden_TD, index_TK, weights_TK)
-            )
-        output = dispatched(forward, hidden_TD, index_TK, weights_TK, count=experts.count, group=self._group)
+            given = [Split.apply(each, 0, group) for each in given]
+        output = dispatched(forward, *given, count=experts.count, group=self._group)
         if group is not None:
             output = Gather.apply(output, 0, tokens, group)
         # No view where it can be avoided: hooks of sharding do not see what is written into one.
@@ -222,36 +218,22 @@ def _of_rank(module: nn.Module, adapters: Sequence[nn.Module], first: int, count
     Adapters are replicated; a rank's gradients of them are those of its experts and all tokens of these, so that the
     sum over ranks is the full gradient.
     """
-    own = dict(own_parameters(module))
-    for adapter in adapters:
-        own[adapter.parameter_name] = with_low_rank(adapter, own[adapter.parameter_name], first)
-    changed = {adapter.parameter_name: own[adapter.parameter_name] for adapter in adapters}
+    own = own_parameters(module)
+    changed: dict[str, Tensor] = {}
+    for name, adapter in ((each.parameter_name, each) for each in adapters):
+        changed[name] = with_low_rank(adapter, changed.get(name, own[name]), first)
     placed = ((module, name, tensor) for name, tensor in changed.items())
     with in_place_of(placed), with_attribute(module, "num_experts", count):
         yield
 
 
 def _check_shapes(experts: Experts, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
-    """Raise ModelError, on all ranks alike and before anything is sent, if these are no arguments of experts."""
     fits = index_TK.dim() == 2 and index_TK.shape == weights_TK.shape and index_TK.shape[0] == hidden_TD.shape[0]
     if not fits or index_TK.is_floating_point():
         raise ModelError(
             f"{experts.name} is given hidden states of shape {tuple(hidden_TD.shape)}, indices {tuple(index_TK.shape)} "
             f"and weights {tuple(weights_TK.shape)}, not (T, D), (T, K) and (T, K). Use ep_size=1."
         )
-
-
-class Exchange(torch.autograd.Function):
-    """Send `sends[r]` rows to each rank r and receive `receives[r]`; (sum of sends, D) to (sum of receives, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return all_to_all(rows, group, sends, receives)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
 
 
 def dispatched(

@@ -32,6 +32,7 @@ from torch import Tensor
 from ..base.errors import BatchError, MeshwrightError, StrategyError
 from ..base.types import IGNORED_LABEL, Batch, Objective
 from ..mesh.mesh import Mesh
+from ..mesh.world import World
 from .objective import Given, without_columns
 from .tokens import targets
 
@@ -116,9 +117,13 @@ def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> s
             )
         if vocab_size is not None:
             for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
-                defect = _outside(tensor, vocab_size)
-                if defect:
-                    return f"{about}: {key} {defect}"
+                # Ids on an accelerator are not looked at: that would wait for queued work.
+                low, high = map(int, tensor.aminmax() if tensor.device.type == "cpu" and tensor.numel() else (0, 0))
+                if low < 0 or high >= vocab_size:
+                    return (
+                        f"{about}: {key} range from {low} to {high}, but the model's vocabulary has {vocab_size} "
+                        f"entries (0 to {vocab_size - 1}). Is this the model's own tokenizer?"
+                    )
     return None
 
 
@@ -132,30 +137,17 @@ def _restarts(batch: Batch) -> bool:
 
 
 def _length_defect(microbatches: Sequence[Batch], multiple: int, cp_size: int) -> str | None:
-    for index, batch in enumerate(microbatches):
-        length = batch["input_ids"].shape[1]
-        if length % multiple == 0:
-            continue
-        about = f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among"
-        pad = f"Pad them to a multiple of {multiple} with masked labels, or"
-        if cp_size > 1:
-            beside = " and sequence_parallel" if multiple > 2 * cp_size else ""
-            return f"{about} the ranks of cp_size={cp_size}{beside}. {pad} choose another cp_size."
-        return f"{about} {multiple} ranks (sequence_parallel). {pad} set sequence_parallel=false."
+    beside = " and sequence_parallel" if multiple > 2 * cp_size else ""
+    ranks, remedy = f"{multiple} ranks (sequence_parallel)", "set sequence_parallel=false"
+    if cp_size > 1:
+        ranks, remedy = f"the ranks of cp_size={cp_size}{beside}", "choose another cp_size"
+    for index, length in enumerate(batch["input_ids"].shape[1] for batch in microbatches):
+        if length % multiple:
+            return (
+                f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among "
+                f"{ranks}. Pad them to a multiple of {multiple} with masked labels, or {remedy}."
+            )
     return None
-
-
-def _outside(ids: Tensor, vocab_size: int) -> str | None:
-    # Ids on an accelerator are not looked at: that would wait for queued work.
-    if ids.device.type != "cpu" or ids.numel() == 0:
-        return None
-    low, high = (int(bound) for bound in ids.aminmax())
-    if low >= 0 and high < vocab_size:
-        return None
-    return (
-        f"range from {low} to {high}, but the model's vocabulary has {vocab_size} entries (0 to {vocab_size - 1}). "
-        f"Is this the model's own tokenizer?"
-    )
 
 
 _ANNOUNCED, _COUNTED, _NO_LOSS = -1, -2, -3
@@ -201,10 +193,8 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
 
     Returns an int64 scalar on the CPU, equal on all ranks; BatchError on all if a microbatch of any is malformed.
     """
-    terms = Terms(objective=None if objective is None else Given(objective))
-    found = defect_of(microbatches)
-    defect = None if found is None else BatchError(found)
-    answer = _message(microbatches, mesh, terms, defect, given=_COUNTED).sent()
+    terms, found = Terms(objective=None if objective is None else Given(objective)), defect_of(microbatches)
+    answer = _message(microbatches, mesh, terms, BatchError(found) if found else None, given=_COUNTED).sent()
     answer.check()
     return torch.tensor(answer.tokens, dtype=torch.int64)
 
@@ -238,9 +228,8 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, 
     answer.check()
     total = 1 if num_tokens is None else total
     if total < 1:
-        counted = (
-            "an unmasked target" if terms.objective is None else f"anything for the {terms.objective.name} to count"
-        )
+        own = terms.objective
+        counted = "an unmasked target" if own is None else f"anything for the {own.name} to count"
         raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
     if answer.shares:
         _check_shares(microbatches, mesh)
@@ -252,13 +241,13 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, 
 
 @dataclass(frozen=True)
 class _Message:
-    mesh: Mesh
+    world: World
     defect: MeshwrightError | None
     sums: list[int]
     highs: list[int]
 
     def sent(self) -> _Answer:
-        return _Answer(self, self.mesh.world.exchange(self.sums, self.highs))
+        return _Answer(self, self.world.exchange(self.sums, self.highs))
 
 
 def _message(
@@ -278,7 +267,7 @@ def _message(
         share, frozen = share_of(mesh, checksum(microbatches)), terms.frozen
         longest = max(batch["input_ids"].shape[1] for batch in microbatches)
     equal = [count, -count, given, -given, signature, -signature]
-    return _Message(mesh, defect, [int(defect is not None), tokens, share, frozen], [*equal, most, longest])
+    return _Message(mesh.world, defect, [int(defect is not None), tokens, share, frozen], [*equal, most, longest])
 
 
 class _Answer:
@@ -289,9 +278,8 @@ class _Answer:
         self._counts, self._given, self._signatures = ((-pairs[at + 1], pairs[at]) for at in (0, 2, 4))
 
     def check(self) -> None:
-        """Refuse malformed batches, and steps that ranks would not run alike."""
         if self.defects:
-            self._message.mesh.world.raise_any(self._message.defect)
+            self._message.world.raise_any(self._message.defect)
         low, high = self._given
         if low < 0 and low != high:
             raise BatchError(

@@ -90,8 +90,7 @@ class RouterLoss:
 
 
 def _parts(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    experts = sums.shape[0] // 2
-    return sums[:experts], sums[experts:-1], sums[-1]
+    return sums[: len(sums) // 2], sums[len(sums) // 2 : -1], sums[-1]
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,8 @@ class _Chunk:
 
     def wide(self) -> Tensor:
         """Return the logits in memory that may be overwritten; once."""
-        logits_CL = self._logits_CL.detach()
-        dtype = _wide(logits_CL.dtype)
         # What was recorded may have saved them, and what nothing was done to is the input.
-        owned = logits_CL.to(dtype, copy=not self._linear)
+        owned = self._logits_CL.detach().to(_wide(self.dtype), copy=not self._linear)
         if self._linear:
             self._logits_CL = self._logits_CL.new_empty(0)
         return owned
@@ -276,9 +274,8 @@ class _Chunk:
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
             asked = [index for index, needed in enumerate(self.needs) if needed]
-            found = torch.autograd.grad(
-                self._logits_CL, [inputs[index] for index in asked], gradient_CL, allow_unused=True
-            )
+            wanted = [inputs[index] for index in asked]
+            found = torch.autograd.grad(self._logits_CL, wanted, gradient_CL, allow_unused=True)
             for index, each in zip(asked, found, strict=True):
                 sums.add(index, each, part)
             return

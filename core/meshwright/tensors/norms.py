@@ -58,7 +58,12 @@ def total_grad_norm(
     together: dict[tuple[Groups, torch.device], list[Tensor]] = {}
     for gradient, sharding in zip(map(local, gradients), groups or map(groups_of, gradients), strict=True):
         together.setdefault((sharding, gradient.device), []).append(gradient)
-    parts = [_group_power(tensors, sharding, norm_type, wide) for (sharding, _), tensors in together.items()]
+    parts = []
+    for (sharding, where), tensors in together.items():
+        # A local shard can be empty, and then has no maximum.
+        kinds = _by_kind(each for each in tensors if each.numel())
+        norms = [norm for each in kinds for norm in _norms(each, norm_type, wide)]
+        parts.append(_power(norms, sharding, norm_type, where))
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack([part.to(device or parts[0].device) for part in parts])
@@ -144,18 +149,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _group_power(tensors: list[Tensor], sharding: Groups, norm_type: float, wide: bool) -> Tensor:
-    # A local shard can be empty, and then has no maximum.
-    norms = [norm for part in _by_kind(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
-    return _power(norms, sharding, norm_type, tensors[0].device)
-
-
 def _power(norms: Sequence[Tensor], sharding: Groups, norm_type: float, device: torch.device) -> Tensor:
     """Sum of norm**p, or max for inf, over this rank's norms and the groups; float64 scalar."""
-    infinite = math.isinf(norm_type)
-    if not norms:
-        result = torch.zeros((), dtype=torch.float64, device=device)
-    else:
+    infinite, result = math.isinf(norm_type), torch.zeros((), dtype=torch.float64, device=device)
+    if norms:
         stacked = torch.stack([norm.double() for norm in norms])
         result = stacked.max() if infinite else (stacked**norm_type).sum()
     for group in sharding:

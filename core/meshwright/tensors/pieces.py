@@ -133,22 +133,15 @@ def stretch_rectangles(
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row
-    if first > last:
-        # Within one row.
-        yield from _in_row(start, end, start // row, shape)
-        return
-    yield from _in_row(start, first * row, start // row, shape)
-    if first < last:
-        yield first * row, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(last * row, end, last, shape)
-
-
-def _in_row(
-    start: int, end: int, index: int, shape: tuple[int, ...]
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    before = index * math.prod(shape[1:])
-    for begin, offsets, sizes in stretch_rectangles(start - before, end - before, shape[1:]):
-        yield before + begin, (index, *offsets), (1, *sizes)
+    # Within one row; or a part of a row, whole rows, and a part of a row.
+    bounds = (start, end) if first > last else (start, first * row, last * row, end)
+    for begin, stop in itertools.pairwise(bounds):
+        index, before = begin // row, begin // row * row
+        if begin == before and stop - begin >= row:
+            yield begin, (index, *(0 for _ in shape[1:])), ((stop - begin) // row, *shape[1:])
+            continue
+        for at, offsets, sizes in stretch_rectangles(begin - before, stop - before, shape[1:]):
+            yield before + at, (index, *offsets), (1, *sizes)
 
 
 # -- who writes or sends a rectangle
@@ -199,7 +192,6 @@ def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
 
 
 def _parts(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
-    """Yield up to `count` parts of about the same size."""
     if count == 1 or not rectangle.sizes:
         yield rectangle
         return

@@ -83,7 +83,6 @@ class OptimizerState(Generic[T]):
 
 
 TensorKind = tuple[torch.Size, torch.dtype]
-"""Shape and dtype of a tensor."""
 
 
 @dataclass
@@ -97,12 +96,14 @@ class ShardedState:
 
 def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
     """Return the model's part of a `ShardedState`."""
-    first = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
-    return {
-        first[id(value)]: sharded(value, value, parts)
-        for value in model.state_dict(keep_vars=True).values()
-        if isinstance(value, Tensor)
-    }
+    tensors = _distinct(model.state_dict(keep_vars=True))
+    return {name: sharded(value, value, parts) for name, value in tensors.items()}
+
+
+def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a model's state, tied ones under their first name alone."""
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and first[id(value)] == name}
 
 
 def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], parts: Parts) -> OptimizerState[Sharded]:
@@ -165,11 +166,8 @@ def model_state(model: nn.Module, world: World, *, full: bool, parts: Parts = DT
     if not full:
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
     # Tied names keep sharing one tensor.
-    copies: dict[int, Any] = {}
-    for value in state.values():
-        if id(value) not in copies:
-            copies[id(value)] = _gathered(value, value, world, parts)
-    return {name: copies[id(value)] for name, value in state.items()} if world.rank == 0 else {}
+    copies = {id(value): _gathered(value, value, world, parts) for value in _distinct(state).values()}
+    return {name: copies.get(id(value), value) for name, value in state.items()} if world.rank == 0 else {}
 
 
 def load_model_state(
@@ -188,28 +186,22 @@ def load_model_state(
                 f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(expected)} in the model. "
                 f"Build the model from the configuration that the state was saved with."
             )
-    done: set[int] = set()
-    for name, value in mine.items():
-        if id(value) not in done:
-            done.add(id(value))
-            source = _spread(state.get(name), shapes[name], value, world, parts) if full else state[name]
-            with torch.no_grad():
-                value.copy_(source)
+    for name, value in _distinct(mine).items():
+        source = _spread(state.get(name), shapes[name], value, world, parts) if full else state[name]
+        with torch.no_grad():
+            value.copy_(source)
 
 
 def optimizer_state(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, full: bool, parts: Parts = DTENSORS
 ) -> dict[str, Any]:
     """Return the optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps it."""
-    state: dict[str, dict[str, Any]] = {}
-    for parameter in _parameters(optimizer):
-        if values := optimizer.state.get(parameter):
-            state[names[parameter]] = {
-                key: _gathered(value, parameter, world, parts) if full else value for key, value in values.items()
-            }
-    if full and world.rank != 0:
-        return {}
-    return {"state": state, "param_groups": _named_groups(optimizer, names)}
+    state = {
+        names[each]: {k: _gathered(value, each, world, parts) if full else value for k, value in values.items()}
+        for each in _parameters(optimizer)
+        if (values := optimizer.state.get(each))
+    }
+    return {} if full and world.rank else {"state": state, "param_groups": _named_groups(optimizer, names)}
 
 
 def load_optimizer_state(
@@ -233,11 +225,11 @@ def load_optimizer_state(
     _check_unexpected(optimizer, names, kinds)
     packed: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(_parameters(optimizer)):
-        name = names[parameter]
-        for key, kind in kinds.get(name, {}).items():
-            value = saved.get(name, {}).get(key)
-            if full:
-                value = _spread(value, kind, parameter, world, parts) if isinstance(kind, tuple) else kind
+        values = saved.get(names[parameter], {})
+        for key, kind in kinds.get(names[parameter], {}).items():
+            value = kind if full else values[key]
+            if full and isinstance(kind, tuple):
+                value = _spread(values.get(key), kind, parameter, world, parts)
             packed.setdefault(index, {})[key] = value
     optimizer.load_state_dict({"state": packed, "param_groups": _matching_groups(optimizer, names, groups)})
 
@@ -271,7 +263,7 @@ def _matching_groups(
     return matched
 
 
-def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
+def _gathered(value: Any, parameter: Tensor, world: World, parts: Parts) -> Any:
     """Copy a full tensor to the CPU of rank 0; None elsewhere. Other values stay."""
     if not isinstance(value, Tensor):
         return value
@@ -298,9 +290,8 @@ def _spread(
 ) -> Tensor:
     """Return this rank's shard of a full tensor on rank 0."""
     shape, dtype = kind
-    received = (
-        torch.empty(shape, dtype=dtype, device=world.device) if whole is None else whole.to(world.device, copy=True)
-    )
+    empty = torch.empty(shape, dtype=dtype, device=world.device)
+    received = empty if whole is None else whole.to(world.device, copy=True)
     dist.broadcast(received, group=world.group, group_src=0)
     return parts.part(received, parameter)
 
@@ -346,11 +337,10 @@ class Averages:
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Set each average to `decay` * average + (1 - `decay`) * weight."""
-        averages, weights = self._local()
-        alike = [index for index, each in enumerate(averages) if each.dtype == weights[index].dtype]
-        if alike:
-            get_ema_multi_avg_fn(decay)([averages[i] for i in alike], [weights[i] for i in alike], 0)
-        for average, weight in zip(averages, weights, strict=True):
+        pairs = list(zip(*self._local(), strict=True))
+        if alike := [(average, weight) for average, weight in pairs if average.dtype == weight.dtype]:
+            get_ema_multi_avg_fn(decay)(*map(list, zip(*alike, strict=True)), 0)
+        for average, weight in pairs:
             if average.dtype != weight.dtype:
                 # One at a time: wide copies of all weights would take more memory than the averages.
                 average.lerp_(weight.to(average.dtype), 1 - decay)

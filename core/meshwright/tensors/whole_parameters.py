@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,20 +91,16 @@ def whole_parameters(
 def _check_asked(bucket_bytes: Any, dtype: Any) -> None:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes={bucket_bytes!r} must be a whole number of bytes, at least 1.")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and _converts(dtype)):
+    converts = dtype is None
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        # Some dtypes pack several numbers into one element.
+        with suppress(NotImplementedError, RuntimeError):
+            converts = torch.zeros(1).to(dtype).dtype is dtype
+    if not converts:
         raise ConfigError(
             f"dtype={dtype!r} is no floating-point dtype into which tensors convert. Use one of torch, such as "
             f"torch.bfloat16, or None for the parameters' own."
         )
-
-
-def _converts(dtype: torch.dtype) -> bool:
-    """Some dtypes pack several numbers into one element."""
-    try:
-        torch.zeros(1).to(dtype)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 # -- what the ranks hold
@@ -220,7 +217,6 @@ def rounds(names: Sequence[str], owned: Sequence[Sequence[Rectangle]], bucket_by
 
 
 def _of_one(name: str, given: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[Round]:
-    """Yield the rounds of a tensor that does not fit into one."""
     counts = [sum(math.prod(each.sizes) for each in rectangles) for rectangles in given]
     is_gathered = _is_gathered(counts)
     width = len(given) if is_gathered else sum(count > 0 for count in counts)
@@ -261,7 +257,6 @@ class _Segments:
                 self._parts[rank].setdefault(name, []).append(Part(each.offsets, each.sizes, begin, self._ends[rank]))
 
     def size_with(self, given: Sequence[Sequence[Rectangle]]) -> int:
-        """Return the size of the buffer if another tensor is added."""
         ends, itemsize = list(self._ends), self._itemsize
         for rank, rectangles in enumerate(given):
             for each in rectangles:
@@ -299,7 +294,6 @@ class _Stream:
         self._kinds, self._device = kinds, device
 
     def alone(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters of which this rank holds everything."""
         for name in self._kinds:
             value = self._empty(name)
             if name in self._pieces:
@@ -319,8 +313,7 @@ class _Stream:
         for each in rounds(names, owned, bucket_bytes):
             self._exchange(each, bucket, group)
             for name in each.names:
-                value = self._empty(name) if begun is None else begun
-                begun = None
+                value, begun = self._empty(name) if begun is None else begun, None
                 _put_together(value, self._arrived(name, each, bucket))
                 if each.is_last:
                     yield name, value
@@ -329,7 +322,6 @@ class _Stream:
                 del value
 
     def _exchange(self, each: Round, bucket: Tensor, group: dist.ProcessGroup) -> None:
-        """Fill the bucket with the segments of all ranks."""
         segments = [bucket[start:end] for start, end in itertools.pairwise(each.starts)]
         rank = group.rank()
         targets, sources = [], []

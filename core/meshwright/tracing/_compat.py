@@ -71,6 +71,5 @@ def forget_meshes() -> None:
 
 
 def _caches() -> list[Any]:
-    """The caches of functions in torch.distributed."""
     wrappers = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
     return [each for each in wrappers if (each.__module__ or "").startswith("torch.distributed.")]

@@ -8,14 +8,15 @@ chunk attends to few positions and a late one to many, so all ranks have equal w
 runs the function that the model uses without context parallelism, so softcap, sinks, scaling and dropout are its own.
 
 Shapes: B sequences, H heads, S positions of all ranks, P = S / n of this rank, D features of a head.
-Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2; Jacobs et al. 2023, arXiv:2309.14509, for `AllToAll`.
+Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2; Jacobs et al. 2023, arXiv:2309.14509, for "ulysses".
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from ..._compat.torch import all_gather, all_to_all, reduce_scatter
+from ..._compat.torch import all_gather, reduce_scatter
 from ..._compat.transformers import attention_of
 from ...base.errors import ModelError
 from ...tensors.ops import with_attribute
+from ..tensor.collectives import Exchange
 from .probe import Observer
 
 Way = Literal["allgather", "ulysses"]
@@ -87,19 +89,6 @@ class GatherPositions(torch.autograd.Function):
         return reduce_scatter(parts, 0, ctx.group)[0], None, None
 
 
-class AllToAll(torch.autograd.Function):
-    """Send each rank of the group its entry along the first dim; entry r of the result comes from rank r."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(grad, ctx.group), None
-
-
 def joined_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather (B, P, ...) to (B, S, ...) on all ranks, with a gradient if it is floating point."""
     if part.is_floating_point():
@@ -125,12 +114,12 @@ def of_last_tokens(part_BK: Tensor, real_BP: Tensor, share: Share) -> Tensor:
 def heads_for_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange all heads of this rank's positions for this rank's heads of all: (B, H, P, D) to (B, H/n, S, D)."""
     by_rank = torch.stack(part.chunk(dist.get_world_size(group), 1))
-    return put_together(AllToAll.apply(by_rank, group), 2)
+    return put_together(Exchange.apply(by_rank, None, None, group), 2)
 
 
 def positions_for_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange back an output that has positions before heads: (B, S, H/n, D) to (B, P, H, D)."""
-    received = AllToAll.apply(divided(part, 1, dist.get_world_size(group)), group)
+    received = Exchange.apply(divided(part, 1, dist.get_world_size(group)), None, None, group)
     return torch.cat(received.unbind(0), 2)
 
 
@@ -168,12 +157,12 @@ class PositionMask:
     part: int
     is_causal: bool
     arguments: Mapping[str, Any]
-    _made: dict[bool, Tensor] = field(default_factory=dict)
 
-    def rows(self, *, whole: bool) -> Tensor:
-        """Return the positions of this rank's queries, or of all."""
-        device = self.arguments["device"]
-        return torch.arange(self.length, device=device) if whole else self.share.positions(self.length, device)
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """The positions of the queries from which this rank attends."""
+        device, exchanges = self.arguments["device"], self.share.way == "ulysses"
+        return torch.arange(self.length, device=device) if exchanges else self.share.positions(self.length, device)
 
     def of(self, rows: Tensor, keys: int | None = None) -> Tensor:
         """Return the mask of queries at `rows` and the first `keys` keys: (B, 1, rows, keys)."""
@@ -181,22 +170,14 @@ class PositionMask:
         def at_rows(sequence: Any, head: Any, query: Any, key: Any) -> Tensor:
             return self.function(sequence, head, rows[query], key)
 
-        return self.make(
-            q_length=rows.shape[0],
-            kv_length=keys or self.length,
-            q_offset=0,
-            kv_offset=0,
-            mask_function=at_rows,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            **self.arguments,
-        )
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        lengths = {"q_length": rows.shape[0], "kv_length": keys or self.length, "q_offset": 0, "kv_offset": 0}
+        return self.make(mask_function=at_rows, **lengths, **skips, **self.arguments)
 
-    def made(self, *, whole: bool) -> Tensor:
-        """Return the mask of this rank's queries, or of all, and all keys; made once."""
-        if whole not in self._made:
-            self._made[whole] = self.of(self.rows(whole=whole))
-        return self._made[whole]
+    @functools.cached_property
+    def whole(self) -> Tensor:
+        """The mask of all these queries and all keys."""
+        return self.of(self.rows)
 
 
 def attend(
@@ -214,15 +195,13 @@ def attend(
     An option that is not known to be right for a part of the positions raises ModelError. Returns (B, P, H, D).
     """
     mask = _checked_mask(module, query, key, attention_mask)
-    share = mask.share
     without_mask = mask.is_causal and implementation == "sdpa"
-    _check_options(module, options, share.way, without_mask=without_mask)
-    exchanges = share.way == "ulysses"
-    copies = _copies_of_heads(module, query.shape[1], key.shape[1], share.size) if exchanges else 1
-    core = attention_of(module, implementation)
+    _check_options(module, options, mask.share.way, without_mask=without_mask)
+    exchanges = mask.share.way == "ulysses"
+    copies = _copies_of_heads(module, query.shape[1], key.shape[1], mask.share.size) if exchanges else 1
+    layer = _Layer(attention_of(module, implementation), module, mask, options, without_mask)
     if mask.observer is not None:
         return mask.observer.attend(query, key, value), None
-    layer = _Layer(core, module, mask, options, without_mask)
     return layer.exchanged(query, key, value, copies) if exchanges else layer.gathered(query, key, value), None
 
 
@@ -244,7 +223,7 @@ class _Layer:
         sizes = [key.shape[-1], value.shape[-1]]
         key, value = GatherPositions.apply(torch.cat([key, value], -1), self.mask.share.group).split(sizes, -1)
         if not self.without_mask:
-            return self._masked(query, key, value, whole=False)
+            return self._masked(query, key, value)
         # Two chunks of consecutive queries.
         starts = self.mask.share.starts(self.mask.length)
         parts = zip(query.split(self.mask.part // 2, 2), starts, strict=True)
@@ -258,11 +237,13 @@ class _Layer:
         query, key, value = (heads_for_positions(each, group) for each in (query, key, value))
         if self.without_mask:
             return positions_for_heads(self._run(query, key, value, None), group)
-        return positions_for_heads(self._masked(query, key, value, whole=True), group)
+        return positions_for_heads(self._masked(query, key, value), group)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        # From the tensors' shapes: in recomputation nothing else knows how many heads the layer has.
-        with _grouped(self.module, query.shape[1] // key.shape[1]):
+        # From the tensors' shapes: in recomputation nothing else knows how many query heads read a key head.
+        name, groups = "num_key_value_groups", query.shape[1] // key.shape[1]
+        is_set = getattr(self.module, name, None) in (None, groups)
+        with nullcontext() if is_set else with_attribute(self.module, name, groups):
             return self.core(self.module, query, key, value, mask, **self.options)[0]
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Iterator[Tensor]:
@@ -282,12 +263,11 @@ class _Layer:
                 part = query[:, :, first - start : first - start + step]
                 yield self._block(part, key, value, rows, first + len(rows))
 
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Tensor:
-        """Attend from this rank's queries, or from all, under any mask."""
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         step = max(1, LARGEST_MASK // (query.shape[0] * self.mask.length))
         if step >= query.shape[2]:
-            return self._run(query, key, value, self.mask.made(whole=whole))
-        parts = zip(query.split(step, 2), self.mask.rows(whole=whole).split(step), strict=True)
+            return self._run(query, key, value, self.mask.whole)
+        parts = zip(query.split(step, 2), self.mask.rows.split(step), strict=True)
         return torch.cat([self._block(part, key, value, rows, self.mask.length) for part, rows in parts], 1)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int) -> Tensor:
@@ -322,12 +302,6 @@ def _copies_of_heads(module: nn.Module, heads: int, kv_heads: int, ranks: int) -
         )
     groups = heads // kv_heads
     return next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
-
-
-def _grouped(module: nn.Module, groups: int) -> AbstractContextManager[None]:
-    """Set the number of query heads per key head of a layer."""
-    name = "num_key_value_groups"
-    return nullcontext() if getattr(module, name, None) in (None, groups) else with_attribute(module, name, groups)
 
 
 def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> PositionMask:

@@ -93,8 +93,9 @@ class ContextParallel(Axis):
         }
         if mask is None or mask.device.type == "cpu":
             divided[_MASKS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
-        if given is not None and mask is None and _may_restart(given):
-            # transformers looks for documents only then.
+        # transformers looks for documents only without a mask. An accelerator's answer would have to be waited for.
+        on_cpu = ids.device.type == "cpu"
+        if given is not None and mask is None and not (on_cpu and bool((given.diff(dim=-1) == 1).all())):
             divided[_WHOLE_POSITIONS] = whole.expand(ids.shape)
         return divided
 
@@ -186,8 +187,7 @@ class ContextParallel(Axis):
             self._finding = find_defect(
                 self._name, self._model, self._layout, observer, ids_BS, trial.outputs, trial.multiple, self.share.size
             )
-        defect = self._finding.defect
-        return None if defect is None else ModelError(f"{defect} Set cp_size=1.")
+        return None if self._finding.defect is None else ModelError(f"{self._finding.defect} Set cp_size=1.")
 
 
 @dataclass(frozen=True)
@@ -253,9 +253,8 @@ def make_mask(
             "the model adds a rule of its own to its attention masks, which may be about the positions of one rank. "
             "Set cp_size=1."
         )
-    is_whole = attention_mask is None or _running.masks is False
-    if not is_whole and _running.masks is None and attention_mask is not None:
-        is_whole = bool(attention_mask.all())
+    masks = False if attention_mask is None else _running.masks
+    is_whole = bool(attention_mask.all()) if masks is None and attention_mask is not None else not masks
     is_causal = allow_is_causal_skip and is_whole and (local_size is None or kv_length < local_size)
     if _running.positions_BS is not None:
         mask_function, is_documents = for_documents(mask_function, _running.positions_BS)
@@ -265,11 +264,6 @@ def make_mask(
     return PositionMask(
         parallel.share, parallel.observer, make, mask_function, kv_length, q_length, is_causal, arguments
     )
-
-
-def _may_restart(positions: Tensor) -> bool:
-    """Return whether documents may share a row; True on an accelerator, so as not to wait for it."""
-    return positions.device.type != "cpu" or bool((positions.diff(dim=-1) != 1).any())
 
 
 def _check_configs(model: nn.Module, configs: list[Any]) -> None:
@@ -286,13 +280,12 @@ def _check_configs(model: nn.Module, configs: list[Any]) -> None:
                 f"{name} uses attn_implementation={setting!r}, which context parallelism cannot divide. Build the "
                 f"model with one of {', '.join(_SERVED)}, or set cp_size=1."
             )
-    for config in configs:
-        for kind in _rope_types(config.to_dict()):
-            if kind in LENGTH_DEPENDENT:
-                raise ModelError(
-                    f"{name} has rope_type={kind!r}, which scales all positions by the last one of a forward, and each "
-                    f"rank of cp has another. Set cp_size=1, or use another rope_type."
-                )
+    for kind in (each for config in configs for each in _rope_types(config.to_dict())):
+        if kind in LENGTH_DEPENDENT:
+            raise ModelError(
+                f"{name} has rope_type={kind!r}, which scales all positions by the last one of a forward, and each "
+                f"rank of cp has another. Set cp_size=1, or use another rope_type."
+            )
 
 
 def _rope_types(value: Any) -> Iterator[str]:

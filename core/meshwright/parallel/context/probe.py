@@ -83,7 +83,7 @@ def find_defect(
     # As far from the start as positions may be.
     far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
     try:
-        return _found(name, _Probe(model, layout, observer, call), ids, far, ranks, _padding(model))
+        return _found(name, _Probe(model, layout, observer, call), ids, far, ranks)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
@@ -92,7 +92,7 @@ def find_defect(
         return Finding(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
 
 
-def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padding: int | None) -> Finding:
+def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int) -> Finding:
     length = ids.shape[1]
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
@@ -112,7 +112,7 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
     whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
     padded = whole.clone()
     padded[:, -1] = 0
-    for padding in (None, own_padding):
+    for padding in (None, _padding(probe.model)):
         given = probe.run({"input_ids": ids, "position_ids": numbered(ids, padding), "attention_mask": padded})
         if _alike(alone, given, range(length)):
             break
@@ -200,10 +200,9 @@ class _Probe:
 
     @contextmanager
     def _changed(self, not_a_number: list[int] | None, *, equal: bool) -> Iterator[None]:
-        """Change hidden states on their way into the model."""
 
         def change(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 3:
                 return value
             if equal:
                 return value[:, :1].expand_as(value).contiguous()
@@ -213,10 +212,7 @@ class _Probe:
             return value
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def changed(value: Any) -> Any:
-                return change(value) if isinstance(value, Tensor) and value.dim() == 3 else value
-
-            return tuple(map(changed, args)), {key: changed(value) for key, value in kwargs.items()}
+            return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
         with ExitStack() as hooks:
             if self._starts_within:
@@ -232,17 +228,15 @@ def _steady(run: list[Tensor]) -> list[Tensor]:
 
     Behind that, the rounding of another batch may send a token to another expert.
     """
-    is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in run)
-    return run[:3] if is_half else run
+    return run[:3] if any(each.dtype in (torch.float16, torch.bfloat16) for each in run) else run
 
 
 def _alike(first: Sequence[Tensor], second: Sequence[Tensor], rows: Sequence[int]) -> bool:
-    """Return whether two runs agree at some positions up to rounding."""
     if [each.shape for each in first] != [each.shape for each in second]:
         return False
     chosen = list(rows)
-    for one, other in zip(first, second, strict=True):
-        limit = torch.finfo(one.dtype).eps ** 0.5 * float(one[:, chosen].abs().max())
-        if not float((one - other)[:, chosen].abs().max()) <= limit:
-            return False
-    return True
+    pairs = [(one[:, chosen], other[:, chosen]) for one, other in zip(first, second, strict=True)]
+    return all(
+        float((one - other).abs().max()) <= torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
+        for one, other in pairs
+    )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._compat.torch import all_gather, all_reduce, reduce_scatter
+from ..._compat.torch import all_gather, all_reduce, all_to_all, reduce_scatter
 from ...step.rows import Vocabulary
 
 
@@ -108,35 +108,19 @@ class ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class Copies:
-    """One `Copy` per tensor, however many layers read it.
+class Exchange(torch.autograd.Function):
+    """Send `sends[r]` entries of the first dim to each rank r and receive `receives[r]`; None: equally many."""
 
-    Gradients of query, key and value are then summed locally before one all-reduce.
-    """
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sends: list[int] | None, receives: list[int] | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sends, ctx.receives, ctx.group = sends, receives, group
+        return all_to_all(rows, group, sends, receives)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the copy of a tensor."""
-        for seen, copied in self._pairs:
-            if seen is tensor:
-                return copied
-        made: Tensor = Copy.apply(tensor, self._group)
-        self.add(tensor, made)
-        return made
-
-    def add(self, tensor: Tensor, copied: Tensor) -> None:
-        """Set the copy of a tensor that has another gradient rule than `Copy`."""
-        self._pairs.append((tensor, copied))
-
-    def forget(self, count: int) -> None:
-        """Keep only the first `count`."""
-        del self._pairs[count:]
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
 
 
 def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:

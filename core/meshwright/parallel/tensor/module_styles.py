@@ -97,9 +97,7 @@ def wildcards(name: str) -> str:
 
 def without_base_layer(name: str) -> str:
     """Return the name of the outermost wrapper of a layer."""
-    while name.endswith(".base_layer"):
-        name = name.removesuffix(".base_layer")
-    return name
+    return re.sub(r"(\.base_layer)+$", "", name)
 
 
 def check_layers_are_named(plan: Plan, model: nn.Module) -> None:

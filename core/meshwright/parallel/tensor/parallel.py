@@ -29,7 +29,7 @@ from ...tensors.norms import each_norm
 from ...tensors.ops import with_attribute
 from ...tensors.state import DTENSORS, Parts
 from .. import Forward, explained, wrap_forward
-from .collectives import Copies
+from .collectives import Copy
 from .module_styles import divide_input, of_parameters, readers_of, without_base_layer
 from .placements import Division, LocalParameters, Slot, check_heads, cuts_of, placements_of
 from .plan import find_plan, keep_small_layers_whole, text_config
@@ -68,16 +68,10 @@ class TensorParallel(Axis):
         plain: bool = False,
         leave: Sequence[str] = (),
     ) -> None:
-        self.mesh = mesh
-        self.group = mesh.get_group()
-        self.size = mesh.size()
-        self.rank = mesh.get_local_rank()
-        self.active = True
+        self.mesh, self.group, self.size, self.rank = mesh, mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.active, self.text_config = True, text_config(model)
+        self._model, self._layout, self._plain = model, layout, plain
         self._has_run = self._in_step = False
-        self.text_config = text_config(model)
-        self._model = model
-        self._layout = layout
-        self._plain = plain
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
         for name in leave:
             self._plan.drop(without_base_layer(name), model)
@@ -90,7 +84,8 @@ class TensorParallel(Axis):
         self.divisions = {name: Division(mesh, placements[name], shape) for name, shape in shapes.items()}
         parts = find_parts(model, layout, self._plan) if sequence_parallel else None
         self._cuts = cuts_of(self._plan, self._heads, parts)
-        self._copies = Copies(self.group)
+        # Tensors, and what layers get that use them in parts, as long as the module runs that has made them.
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._local = LocalParameters(model, mesh, plain=plain)
         self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
@@ -154,12 +149,11 @@ class TensorParallel(Axis):
                 with self._local.inside(slots):
                     return forward(*args, **kwargs)
             finally:
-                self._copies.forget(known)
+                del self._copies[known:]
 
         self._wrap(module, run, layer)
 
     def _explained(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """Explain why a plan that does not fit the model's code fails in the first forward, on all ranks alike."""
         is_first, self._has_run = not self._has_run, True
 
         def tell(reason: str) -> str:
@@ -257,7 +251,15 @@ class TensorParallel(Axis):
     # -- for the styles
 
     def copy(self, tensor: Tensor) -> Tensor:
-        return self._copies.of(tensor)
+        """Return a replicated tensor for use in parts: one `Copy`, however many layers read it.
+
+        Gradients of query, key and value are then summed locally before one all-reduce.
+        """
+        for seen, copied in self._copies:
+            if seen is tensor:
+                return copied
+        self._copies.append((tensor, Copy.apply(tensor, self.group)))
+        return self._copies[-1][1]
 
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
         return self._stream is not None and self._stream.scatters(module, output)
@@ -283,6 +285,5 @@ def parallelize_tensors(
 
 
 def _run_with_groups(attention: nn.Module, groups: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """Run attention with this rank's key and value heads."""
     with with_attribute(attention, "num_key_value_groups", groups):
         return forward(*args, **kwargs)

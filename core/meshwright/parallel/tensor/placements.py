@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat.torch import is_packed, is_sharded, own_parameters
 from ...base.errors import ModelError
+from ...mesh.sizes import divisors
 from ...model.layout import ModelLayout
 from ...tensors.ops import in_place_of
 from ...tensors.pieces import Piece, pieces_within
@@ -94,9 +95,7 @@ class LocalParameters:
     """The parameters of one model on the mesh `tp`; `plain`: they stay plain tensors instead of DTensors."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, plain: bool = False) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._plain = plain
+        self._model, self._mesh, self._plain = model, mesh, plain
         self._cuts: dict[Slot, Cut] = {}
         self._placed: dict[Cut, Tensor] = {}
         self._divisions: dict[Slot, Division] = {}
@@ -118,7 +117,10 @@ class LocalParameters:
             if name in cuts:
                 self._cuts[module, own] = cuts[name]
             if id(parameter) not in made:
-                made[id(parameter)] = _divided(parameter, divisions[name], self._plain)
+                part = divisions[name].part(parameter.detach())
+                part = part if self._plain else divisions[name].distributed(part)
+                made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
             own_parameters(module)[own] = made[id(parameter)]
 
     @property
@@ -129,13 +131,13 @@ class LocalParameters:
     def take(self, module: nn.Module) -> list[Slot]:
         """Claim the parameters of a module and its submodules for `inside`, except those claimed already."""
         self._taken.add(module)
-        return [(each, name) for each in self._within(module) for name, _ in each.named_parameters(recurse=False)]
+        return list(self._slots(module))
 
-    def _within(self, module: nn.Module) -> Iterator[nn.Module]:
-        yield module
+    def _slots(self, module: nn.Module) -> Iterator[Slot]:
+        yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
         for child in module.children():
             if child not in self._taken:
-                yield from self._within(child)
+                yield from self._slots(child)
 
     @contextmanager
     def inside(self, slots: Iterable[Slot]) -> Iterator[None]:
@@ -146,8 +148,7 @@ class LocalParameters:
             parameter = own_parameters(module)[name]
             cut = self._cuts.get((module, name), _WHOLE)
             if self._is_gathered(parameter) and not (self._plain and cut is _WHOLE):
-                key = (id(parameter), cut)
-                if key not in local:
+                if (key := (id(parameter), cut)) not in local:
                     local[key] = self._localized(parameter, cut)
                 placed.append((module, name, local[key]))
         with in_place_of(placed):
@@ -192,13 +193,6 @@ class LocalParameters:
 _WHOLE = Cut()
 
 
-def _divided(parameter: nn.Parameter, division: Division, plain: bool) -> nn.Parameter:
-    part = division.part(parameter.detach())
-    made = nn.Parameter(part if plain else division.distributed(part), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
-
-
 # -- heads
 
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -226,21 +220,22 @@ def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[Shar
         attention = model.get_submodule(name)
         counts = (getattr(attention, each, None) for each in _COUNTS)
         heads = next((each for each in counts if isinstance(each, int) and each > 0), None)
-        is_attention = heads is not None or hasattr(attention, "num_key_value_groups") or hasattr(attention, "head_dim")
-        if not is_attention:
+        if heads is None and not any(hasattr(attention, each) for each in ("num_key_value_groups", "head_dim")):
+            # No attention.
             continue
         groups, width = getattr(attention, "num_key_value_groups", None), getattr(attention, "head_dim", None)
-        key = f"{name}.k_proj"
+        key, kv_heads = f"{name}.k_proj", 0
         if isinstance(groups, int) and isinstance(width, int) and plan.modules.get(key) == "colwise":
             kv_heads = int(model.get_submodule(key).out_features) // width
             heads = kv_heads * groups
-            _check_divides(name, heads, size)
-            if kv_heads % size:
-                shared.append(_share(model, plan, name, kv_heads, groups, size, rank))
-        else:
-            heads = heads or getattr(config, "num_attention_heads", None)
-            if isinstance(heads, int):
-                _check_divides(name, heads, size)
+        heads = heads or getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int) and heads % size:
+            raise ModelError(
+                f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
+                f"{divisors(heads)}."
+            )
+        if groups is not None and kv_heads % size:
+            shared.append(_share(model, plan, name, kv_heads, groups, size, rank))
     return shared
 
 
@@ -260,15 +255,6 @@ def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, 
         named = plan.parameters.items()
         rows |= {each: index for each, style in named if each.startswith(f"{projection}.") and style == "colwise"}
     return SharedHeads(name, rows, len(read) // len(chosen))
-
-
-def _check_divides(name: str, heads: int, size: int) -> None:
-    if heads % size:
-        divisors = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
-        raise ModelError(
-            f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
-            f"{divisors}."
-        )
 
 
 # -- placements
@@ -303,13 +289,12 @@ def _check_divides_parameter(name: str, parameter: Tensor, placement: Placement,
     if not is_sharded(placement):
         return
     features = parameter.shape[placement.dim]
-    if not placement.is_shard():
-        if features % (PACKED_PARTS * size):
-            raise ModelError(
-                f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
-                f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
-            )
-    elif chunk_sizes(features, size)[-1] == 0:
+    if not placement.is_shard() and features % (PACKED_PARTS * size):
+        raise ModelError(
+            f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
+            f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
+        )
+    if placement.is_shard() and chunk_sizes(features, size)[-1] == 0:
         raise ModelError(
             f"{name} of shape {tuple(parameter.shape)} is too small along dim {placement.dim} for tp_size={size}: a "
             f"rank would have nothing of it. Choose a smaller tp_size, or replicate it in a tp_plan."

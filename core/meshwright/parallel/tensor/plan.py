@@ -192,7 +192,6 @@ def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
 
 
 def _correct(plan: Plan, model: nn.Module) -> None:
-    """Replace styles of the model's own plan that are wrong."""
     corrections = _corrections().get(getattr(text_config(model), "model_type", ""), {})
     for names in (plan.modules, plan.parameters):
         for name in names:

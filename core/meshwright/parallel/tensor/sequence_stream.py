@@ -10,7 +10,7 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -20,13 +20,13 @@ from ...base.errors import ModelError
 from ...model.layout import ModelLayout
 from ...tensors.ops import with_attribute
 from .. import Forward, explained
-from .collectives import Copies, Gather, GatherForParts, Split
+from .collectives import Gather, GatherForParts, Split
 from .module_styles import Plan, path_of_layer
 
 _CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceParts:
     """Names of what sequence parallelism changes in a model.
 
@@ -35,12 +35,12 @@ class SequenceParts:
     parameters `on_shard` meet only this rank's positions.
     """
 
-    first: frozenset[str]
-    last: frozenset[str]
-    blocks: tuple[str, ...]
-    regions: tuple[str, ...]
-    scattering: frozenset[str]
-    on_shard: frozenset[str]
+    first: set[str]
+    last: set[str]
+    blocks: list[str]
+    regions: list[str] = field(default_factory=list)
+    scattering: set[str] = field(default_factory=set)
+    on_shard: set[str] = field(default_factory=set)
 
 
 def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequenceParts:
@@ -51,35 +51,27 @@ def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequencePar
             f"{type(model).__name__} has no stack of blocks with tensor-parallel layers ({plan.source}), so there is "
             f"nothing to shard along the sequence. Set sequence_parallel=false, or give a tp_plan."
         )
-    blocks = tuple(block for stack in stacks for block in stack)
-    regions: list[str] = []
-    scattering: list[str] = []
-    on_shard: list[str] = []
+    blocks = [block for stack in stacks for block in stack]
+    found = SequenceParts({stack[0] for stack in stacks}, {stack[-1] for stack in stacks}, blocks)
     for block in blocks:
-        on_shard += [f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters(recurse=False)]
+        own = model.get_submodule(block).named_parameters(recurse=False)
+        found.on_shard |= {f"{block}.{name}" for name, _ in own}
         for name, part in _parts(block, model.get_submodule(block)):
             if not plan.has_inside(name) and _is_pointwise(part):
-                on_shard += [f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)]
+                found.on_shard |= {f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)}
                 continue
             if plan.modules.get(name) in ("colwise", "rowwise", "packed_colwise"):
                 raise ModelError(
                     f"the block {block} calls the tensor-parallel layer {name} itself and not within an attention or "
                     f"MLP module, so its positions cannot be sharded. Set sequence_parallel=false."
                 )
-            regions.append(name)
+            found.regions.append(name)
             end = _end_of_chain(name, part, plan)
             if end is not None:
-                scattering.append(end)
+                found.scattering.add(end)
                 # Added to this rank's positions only.
-                on_shard.append(f"{path_of_layer(model, end)}.bias")
-    return SequenceParts(
-        first=frozenset(stack[0] for stack in stacks),
-        last=frozenset(stack[-1] for stack in stacks),
-        blocks=blocks,
-        regions=tuple(regions),
-        scattering=frozenset(scattering),
-        on_shard=frozenset(on_shard),
-    )
+                found.on_shard.add(f"{path_of_layer(model, end)}.bias")
+    return found
 
 
 def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -108,34 +100,24 @@ def _end_of_chain(name: str, part: nn.Module, plan: Plan) -> str | None:
     return rows[0]
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """B sequences of S positions on all ranks together, `part` of them on this one."""
-
-    batch: int
-    length: int
-    part: int
-
-
 class Stream:
     """The residual stream of a model, sharded along the sequence; made before the model's modules are wrapped.
 
-    `copies` gets the gradient rule for uses in parts of what is gathered.
+    `copies` gets what is gathered, and with it the gradient rule for uses in parts.
     """
 
-    def __init__(self, model: nn.Module, parts: SequenceParts, copies: Copies, group: dist.ProcessGroup) -> None:
-        self.parts = parts
-        self._copies = copies
-        self._group = group
-        self._size = dist.get_world_size(group)
+    def __init__(
+        self, model: nn.Module, parts: SequenceParts, copies: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
+    ) -> None:
+        self.parts, self._copies, self._group, self._size = parts, copies, group, dist.get_world_size(group)
         self._scattering = {model.get_submodule(name) for name in parts.scattering}
-        self._shape: _Shape | None = None
+        # B sequences of S positions on all ranks together.
+        self._shape: tuple[int, int] | None = None
         self._ran: set[str] = set()
 
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
         """Return whether a row-parallel layer's sum is scattered along the sequence."""
-        shape = self._shape
-        return shape is not None and module in self._scattering and output.shape[:-1] == (shape.batch, shape.length)
+        return self._shape is not None and module in self._scattering and output.shape[:-1] == self._shape
 
     def run_block(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block; scatter before the first of its stack, gather after the last."""
@@ -143,36 +125,33 @@ class Stream:
         # What else comes position by position is divided like the stream.
         args = tuple(self._split(value, batch, length) for value in args)
         kwargs = {key: self._split(value, batch, length) for key, value in kwargs.items()}
-        shape = _Shape(batch, length, length // self._size)
-        advice = "Set sequence_parallel=false."
-        with with_attribute(self, "_shape", shape):
+        fails = f"{name} cannot run on a part of the positions"
+        with with_attribute(self, "_shape", (batch, length)):
             # A block that mixes positions fails on all ranks alike.
             with explained(
-                lambda reason: f"{name} cannot run on a part of the positions ({reason}). {advice}",
-                is_first=name not in self._ran,
+                lambda reason: f"{fails} ({reason}). Set sequence_parallel=false.", is_first=name not in self._ran
             ):
                 output = forward(*args, **kwargs)
             self._ran.add(name)
-            return _map_hidden(output, batch, shape.part, self._gathered) if name in self.parts.last else output
+            is_last = name in self.parts.last
+            return _map_hidden(output, batch, length // self._size, self._gathered) if is_last else output
 
     def run_region(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run a part of a block on all positions. Raises ModelError if it is not given the stream."""
-        shape = self._shape
-        if shape is None:
+        if self._shape is None:
             return forward(*args, **kwargs)
-        known = len(self._copies)
-        args = tuple(_map_hidden(value, shape.batch, shape.part, self._gathered) for value in args)
-        kwargs = {key: _map_hidden(value, shape.batch, shape.part, self._gathered) for key, value in kwargs.items()}
+        (batch, length), known = self._shape, len(self._copies)
+        args = tuple(_map_hidden(value, batch, length // self._size, self._gathered) for value in args)
+        kwargs = {key: _map_hidden(each, batch, length // self._size, self._gathered) for key, each in kwargs.items()}
         if len(self._copies) == known:
             raise ModelError(
                 f"{name} is given no hidden states of shape (B, S, features), so its positions cannot be gathered. "
                 f"Set sequence_parallel=false."
             )
         output = forward(*args, **kwargs)
-        return _map_hidden(output, shape.batch, shape.length, lambda value: Split.apply(value, 1, self._group))
+        return _map_hidden(output, batch, length, lambda value: Split.apply(value, 1, self._group))
 
     def _given_shape(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-        """Return B and S of the full stream, from a block's inputs: full at the first block, else a part."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
                 return value.shape[0], value.shape[1] * (1 if name in self.parts.first else self._size)
@@ -189,7 +168,7 @@ class Stream:
         """Gather the full sequence; uses of it in parts find their own gradient rule in the copies."""
         length = part.shape[1] * self._size
         whole: Tensor = Gather.apply(part, 1, length, self._group)
-        self._copies.add(whole, GatherForParts.apply(part, whole.detach(), 1, self._group))
+        self._copies.append((whole, GatherForParts.apply(part, whole.detach(), 1, self._group)))
         return whole
 
 

@@ -44,7 +44,7 @@ class Around(Protocol):
     text_config: Any
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a replicated tensor for use in parts; see `collectives.Copies`."""
+        """Return a replicated tensor for use in parts."""
 
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
         """Return whether a row-parallel layer's sum is scattered along the sequence."""
@@ -55,13 +55,14 @@ class Style:
     """Where the parameters of a module lie, given (module, name, parameter), and what `run` does around its forward.
 
     `partial`: each rank's gradients of the parameters are partial, and are summed. Of the attributes that the module
-    `needs` it must have one.
+    `needs` it must have one. `in_torch` makes the equal style of torch, if there is one.
     """
 
     place: Callable[[nn.Module, str, Tensor], Placement]
     run: Callable[..., Any] | None = None
     partial: bool = False
     needs: tuple[str, ...] = ()
+    in_torch: Callable[[], ParallelStyle] | None = None
 
 
 # -- where parameters lie
@@ -89,15 +90,11 @@ def _rows(module: nn.Module, name: str, parameter: Tensor) -> Placement:
 
 
 def _packed_columns(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-    return packed_shard(parameter.dim() - 2 if parameter.dim() > 1 else 0, PACKED_PARTS)
+    return packed_shard(max(parameter.dim() - 2, 0), PACKED_PARTS)
 
 
 def _packed_rows(module: nn.Module, name: str, parameter: Tensor) -> Placement:
     return Replicate() if parameter.dim() == 1 else packed_shard(parameter.dim() - 1, PACKED_PARTS)
-
-
-def _along(dim: int) -> Callable[[nn.Module, str, Tensor], Placement]:
-    return lambda module, name, parameter: Shard(dim)
 
 
 # -- what happens around forward
@@ -113,7 +110,7 @@ def _column_linear(tp: Around, module: nn.Module, forward: Forward, /, *args: An
         return forward(tp.copy(first), *args, **kwargs)
 
 
-def _column_linear_gathered(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+def _columns_gathered(tp: Around, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     output = _column_linear(tp, module, forward, *args, **kwargs)
     if isinstance(output, DeferredLogits):
         return output.divided(ShardedVocabulary.over(tp.group, out_features(module)))
@@ -201,15 +198,17 @@ def _on_sequence_shard(tp: Around, module: nn.Module, forward: Forward, /, *args
     return Gather.apply(output, 1, first.shape[1], tp.group)
 
 
+_GATHERED = functools.partial(ColwiseParallel, output_layouts=Replicate())
+_SPLIT = functools.partial(RowwiseParallel, input_layouts=Replicate())
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_columns, _column_linear, needs=LINEAR),
-    "colwise_gather_output": Style(_columns, _column_linear_gathered, needs=LINEAR),
-    "colwise_rep": Style(_columns, _column_linear_gathered, needs=LINEAR),
-    "rowwise": Style(_rows, _row_linear, needs=LINEAR),
-    "rowwise_split_input": Style(_rows, _row_linear_split, needs=LINEAR),
-    "rowwise_rep": Style(_rows, _row_linear_split, needs=LINEAR),
-    "embedding_rowwise": Style(_along(0), _embedding_rows, needs=("num_embeddings",)),
-    "embedding_colwise": Style(_along(1), _embedding_columns, needs=("embedding_dim",)),
+    "colwise": Style(_columns, _column_linear, needs=LINEAR, in_torch=ColwiseParallel),
+    "colwise_gather_output": Style(_columns, _columns_gathered, needs=LINEAR, in_torch=_GATHERED),
+    "colwise_rep": Style(_columns, _columns_gathered, needs=LINEAR, in_torch=_GATHERED),
+    "rowwise": Style(_rows, _row_linear, needs=LINEAR, in_torch=RowwiseParallel),
+    "rowwise_split_input": Style(_rows, _row_linear_split, needs=LINEAR, in_torch=_SPLIT),
+    "rowwise_rep": Style(_rows, _row_linear_split, needs=LINEAR, in_torch=_SPLIT),
+    "embedding_rowwise": Style(lambda *_: Shard(0), _embedding_rows, needs=("num_embeddings",), in_torch=_SPLIT),
+    "embedding_colwise": Style(lambda *_: Shard(1), _embedding_columns, needs=("embedding_dim",), in_torch=_GATHERED),
     "packed_colwise": Style(_packed_columns, _column_linear, needs=LINEAR),
     "packed_rowwise": Style(_packed_rows),
     "replicated_with_grad_allreduce": Style(_whole, partial=True),
@@ -217,7 +216,7 @@ STYLES: Mapping[str, Style] = {
     "moe_tp_experts": Style(_whole, _experts),
     "moe_identity_expert": Style(_whole, _identity_expert),
     "all_reduce": Style(_whole, _output_summed),
-    "sequence_parallel": Style(_whole, _on_sequence_shard, partial=True),
+    "sequence_parallel": Style(_whole, _on_sequence_shard, partial=True, in_torch=SequenceParallel),
     "local_params": Style(_whole),
     "replicate": Style(_whole),
 }
@@ -265,38 +264,23 @@ class NamedStyle(ParallelStyle):
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """Return the style of torch that a name in a plan stands for; raises ConfigError if there is none."""
-    gathered = functools.partial(ColwiseParallel, output_layouts=Replicate())
-    split = functools.partial(RowwiseParallel, input_layouts=Replicate())
-    equals: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_rep": gathered,
-        "colwise_gather_output": gathered,
-        "rowwise_rep": split,
-        "rowwise_split_input": split,
-        "embedding_rowwise": split,
-        "embedding_colwise": gathered,
-        "sequence_parallel": SequenceParallel,
-    }
-    if str(style) in equals:
-        return equals[style]()
-    if str(style) in STYLES:
+    found = STYLES.get(str(style))
+    if found is None:
+        hint = nearest(str(style), STYLES)
+        raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
+    if found.in_torch is None:
         raise ConfigError(
             f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
-            f"torch has: {', '.join(equals)}."
+            f"torch has: {', '.join(name for name, each in STYLES.items() if each.in_torch is not None)}."
         )
-    hint = nearest(str(style), STYLES)
-    raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
+    return found.in_torch()
 
 
 def shards_positions(styles: Iterable[object]) -> bool:
     """Return whether a style of torch among these shards positions."""
-    return any(
-        isinstance(style, SequenceParallel)
-        or _POSITIONS in (*_layouts(style, "input_layouts"), *_layouts(style, "output_layouts"))
-        for style in styles
-        if isinstance(style, ParallelStyle)
-    )
+    torchs = [style for style in styles if isinstance(style, ParallelStyle)]
+    layouts = (getattr(style, f"{side}_layouts", None) or () for style in torchs for side in ("input", "output"))
+    return any(isinstance(style, SequenceParallel) for style in torchs) or any(_POSITIONS in each for each in layouts)
 
 
 def own_style(style: ParallelStyle | str, name: str, module: nn.Module, *, is_head: bool, source: str) -> str | None:
@@ -320,28 +304,25 @@ def own_style(style: ParallelStyle | str, name: str, module: nn.Module, *, is_he
     return found
 
 
+_EQUALS: Mapping[tuple[Any, ...], str] = {
+    (ColwiseParallel, False, Replicate(), Shard(-1)): "colwise",
+    (ColwiseParallel, False, Replicate(), Replicate()): "colwise_gather_output",
+    (ColwiseParallel, True, Replicate(), Replicate()): "embedding_colwise",
+    (RowwiseParallel, False, Shard(-1), Replicate()): "rowwise",
+    (RowwiseParallel, False, Replicate(), Replicate()): "rowwise_split_input",
+    (RowwiseParallel, True, Replicate(), Replicate()): "embedding_rowwise",
+}
+"""By class, whether it is an embedding's, and layouts of input and output."""
+
+
 def _equal(style: Any, is_embedding: bool, is_head: bool) -> str | None:
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return None
     (taken,), (given,) = style.input_layouts, style.output_layouts
-    # Replicated, or sharded along positions under sequence parallelism.
-    whole = (Replicate(), _POSITIONS)
-    if type(style) is RowwiseParallel:
-        if given not in whole or not style.use_local_output:
-            return None
-        if is_embedding:
-            return "embedding_rowwise" if taken in whole else None
-        return {Shard(-1): "rowwise", Replicate(): "rowwise_split_input"}.get(taken)
-    if taken not in whole:
-        return None
-    if is_head and not is_embedding:
+    is_columns = type(style) is ColwiseParallel
+    # Replicated is sharded along positions under sequence parallelism.
+    taken = Replicate() if taken == _POSITIONS and (is_columns or is_embedding) else taken
+    given = Replicate() if given == _POSITIONS and not is_columns else given
+    if is_columns and is_head and not is_embedding and taken == Replicate():
         return "colwise_gather_output"
-    if not style.use_local_output:
-        return None
-    if is_embedding:
-        return "embedding_colwise" if given == Replicate() else None
-    return {Shard(-1): "colwise", Replicate(): "colwise_gather_output"}.get(given)
-
-
-def _layouts(style: object, name: str) -> tuple[Any, ...]:
-    return tuple(getattr(style, name, None) or ())
+    return _EQUALS.get((type(style), is_embedding, taken, given)) if style.use_local_output else None
