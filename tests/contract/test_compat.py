@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 import meshwright_ddp._compat
 import meshwright_fsdp2._compat
-from meshwright import Mesh, MeshSizes, StrategyError, open_world
+from meshwright import StrategyError
 from meshwright._compat import torch as torch_versions
 from meshwright._compat.torch import (
     GLOO_THREAD,
-    TorchDispatchMode,
     after_backward,
     arithmetic,
     draws_random_numbers,
-    gather_packed,
     group_timeout,
     groups_with_timeout,
     is_asking_for_shapes,
@@ -39,8 +35,7 @@ from meshwright._compat.torch import (
 )
 from meshwright.files.versions import oldest_torch
 from meshwright.tensors.state import whole_tensor
-from meshwright.tracing._compat import bound_arguments, process_group, unwraps_itself
-from meshwright_plan._compat import Fakes, handed_on, in_backward
+from meshwright_plan._compat import handed_on, in_backward
 from meshwright_testing import pool
 from meshwright_testing.workers import GROUP_TIMEOUT_S
 
@@ -69,41 +64,6 @@ def test_timeouts_of_groups_that_are_made_in_the_context_are_set() -> None:
         assert are_live == [True, True]
 
 
-class _Names(TorchDispatchMode):
-    """Notes the collectives that are issued, with their groups, and the tensor classes that are left to themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: dict[str, str] = {}
-        self.left: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(unwraps_itself, types)):
-            self.left |= {kind.__name__ for kind in types}
-            return NotImplemented
-        arguments = bound_arguments(func, args, kwargs or {})
-        group = arguments.get("process_group", arguments.get("group_name"))
-        if group is not None:
-            self.groups[str(func)] = process_group(group).group_name
-        return func(*args, **(kwargs or {}))
-
-
-def _collectives_of_three_kinds() -> tuple[dict[str, str], set[str], str]:
-    mesh = Mesh(MeshSizes().resolve(open_world("cpu").size, {"dp_shard"}), open_world("cpu"))["dp_shard"]
-    local = torch.ones(2)
-    with _Names() as mode:
-        dist.all_reduce(local, group=mesh.get_group())
-        total = DTensor.from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])
-        total + 1
-    return mode.groups, mode.left, mesh.get_group().group_name
-
-
-def test_a_dispatch_mode_sees_collectives_with_their_groups_also_those_inside_a_dtensor() -> None:
-    for groups, left, name in pool(2).run(_collectives_of_three_kinds):
-        assert groups == {"c10d.allreduce_.default": name, "_c10d_functional.all_reduce.default": name}
-        assert "DTensor" in left
-
-
 def _packed() -> tuple[list[float], list[float], list[int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     made = distribute_tensor(torch.arange(8.0), mesh, [packed_shard(0, 2)])
@@ -117,16 +77,6 @@ def test_a_packed_shard_divides_each_part() -> None:
         assert local == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]][rank]
         assert whole == list(range(8))
         assert columns == [[0, 1, 4, 5], [2, 3, 6, 7]][rank]
-
-
-def test_packed_parts_that_do_not_divide_are_refused() -> None:
-    class Mesh:
-        ndim, shape = 1, (3,)
-
-    odd = torch.empty(8)
-    tensor = type("Odd", (), {"device_mesh": Mesh(), "placements": (packed_shard(0, 2),), "shape": odd.shape})()
-    with pytest.raises(StrategyError, match=r"2 packed parts of 8 features cannot be gathered over 3 ranks"):
-        gather_packed(tensor)
 
 
 @pytest.mark.parametrize("module", [torch_versions, meshwright_ddp._compat, meshwright_fsdp2._compat])
@@ -159,19 +109,6 @@ def test_the_end_of_a_backward_comes_behind_all_gradients_and_may_raise() -> Non
     with pytest.raises(StrategyError, match="told"):
         output.sum().backward()
     assert ended == [True]
-
-
-def test_views_share_the_key_of_their_storage() -> None:
-    tensor = torch.zeros(4, 4)
-    assert storage_of(tensor)[0] == storage_of(tensor[1:, 2])[0] == storage_of(tensor.detach())[0]
-    assert storage_of(tensor)[0] != storage_of(torch.zeros(4, 4))[0]
-
-
-def test_written_arguments_are_known() -> None:
-    aten = torch.ops.aten
-    assert written_arguments(aten.normal_.default) == (0,)
-    assert written_arguments(aten.add.out) == ("out",)
-    assert written_arguments(aten.add.Tensor) == ()
 
 
 def test_operators_that_draw_random_numbers_are_known() -> None:
@@ -246,11 +183,15 @@ def test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other(queries
         assert arithmetic(operator.default, args, kwargs, None) == pairs * 2 * (8 + 6 + 6 + 8 + 8)
 
 
-def test_writing_into_a_tensor_or_its_view_raises_its_version() -> None:
-    tensor = torch.ones(4)
+def test_storages_versions_and_arguments_that_are_written_are_known() -> None:
+    tensor, aten = torch.zeros(4, 4), torch.ops.aten
+    assert storage_of(tensor)[0] == storage_of(tensor[1:, 2])[0] == storage_of(tensor.detach())[0]
+    assert storage_of(tensor)[0] != storage_of(torch.zeros(4, 4))[0]
     before = version_of(tensor)
-    tensor.view(2, 2).add_(1)
+    tensor.view(2, 8).add_(1)
     assert version_of(tensor) == before + 1
+    operators = (aten.normal_.default, aten.add.out, aten.add.Tensor)
+    assert [written_arguments(each) for each in operators] == [(0,), ("out",), ()]
 
 
 def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
@@ -262,52 +203,6 @@ def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
     own_parameters(layer)["weight"] = before
     assert layer.weight is before
     assert dict(layer.named_parameters()) == {"weight": before}
-
-
-def test_tensors_without_memory_have_shapes_and_no_weak_references() -> None:
-    fakes, real = Fakes(), torch.ones(3, 4)
-    (made,) = (fakes.computed(torch.ops.aten.mul.Tensor, (), (real, 2), {}),)
-    assert fakes.knows(made)
-    assert not fakes.knows(real)
-    assert not Fakes().knows(made)
-    assert (made.shape, fakes.device(made), weakref.getweakrefs(made)) == (real.shape, torch.device("cpu"), [])
-
-
-def test_what_torch_has_found_out_about_an_operator_is_found_again() -> None:
-    aten, fakes = torch.ops.aten, Fakes()
-    base = fakes.computed(aten.mul.Tensor, (), (torch.ones(6, 4), 2), {})
-
-    def metadata(given: torch.Tensor) -> tuple[Any, ...]:
-        return given.shape, given.stride(), given.storage_offset(), given.dtype, fakes.device(given)
-
-    for operator, args in (
-        (aten.mul.Tensor, (base, base)),
-        (aten.mul.Tensor, (base, 2)),
-        (aten.mul.Tensor, (base.to(torch.int64), 2)),
-        (aten.mul.Tensor, (base.to(torch.int64), 2.0)),
-        (aten.slice.Tensor, (base, 0, 1, 4)),
-        (aten.slice.Tensor, (base, 0, 2, 4)),
-        (aten.split.Tensor, (base, 2)),
-        (aten.cat.default, ([base, base], 1)),
-        (aten.sum.dim_IntList, (base, [1], True)),
-    ):
-        first = fakes.computed(operator, (), args, {})
-        hits = FakeTensorMode.cache_hits
-        again, anew = fakes.computed(operator, (), args, {}), Fakes()._mode.dispatch(operator, (), args, {})
-        # Torch's own table was not asked but for `anew`.
-        assert FakeTensorMode.cache_hits <= hits + 1
-        for one, two, other in zip(*map(_several, (first, again, anew)), strict=True):
-            assert metadata(one) == metadata(two) == metadata(other)
-            is_view = operator in (aten.slice.Tensor, aten.split.Tensor)
-            assert (two.untyped_storage()._cdata == base.untyped_storage()._cdata) == is_view
-            assert fakes.knows(two)
-            assert two is not one
-    assert fakes.computed(aten.add_.Tensor, (), (base, 1), {}) is base
-    assert fakes.computed(aten.add_.Tensor, (), (base, 1), {}) is base
-
-
-def _several(given: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
 def test_it_is_known_when_shapes_are_asked_for_and_when_backward_runs() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,14 +34,6 @@ def test_the_warning_names_the_users_line_through_our_modules_and_pydantic() -> 
     assert Path(__file__).read_text(encoding="utf-8").splitlines()[warning.lineno - 1].endswith("# this line")
 
 
-@pytest.mark.slow
-def test_a_script_shows_it_without_being_asked(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text("from meshwright_ddp import DDPConfig\n\nDDPConfig(use_custom_fsdp=True)\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert f"{script}:3: DeprecationWarning: use_custom_fsdp is deprecated" in done.stderr
-
-
 def deprecations(source: str) -> Iterator[dict[str, str]]:
     """The versions that calls of warn_deprecated give."""
     for node in ast.walk(ast.parse(source)):
@@ -61,9 +51,3 @@ def test_what_is_due_has_gone() -> None:
     assert not [call for call in calls if is_due(call, meshwright.__version__)]
     # A minor version at the least lies between the first warning and the end.
     assert all(Version(call["since"]).release[:2] < Version(call["removed_in"]).release[:2] for call in calls)
-
-
-def test_what_is_due_is_seen() -> None:
-    (call,) = deprecations('warn_deprecated("x", since="0.1.0", removed_in="0.2.0", instead="Nothing.")')
-    assert is_due(call, "0.2.0")
-    assert not is_due(call, "0.1.9")

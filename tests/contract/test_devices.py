@@ -167,7 +167,6 @@ def _offloaded(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
     [
-        ("fsdp2", OFFLOADED, {}),
         ("fsdp2", OFFLOADED, {"tp_size": 2}),
         ("fsdp2", OFFLOADED, {"pp_size": 2}),
         # Not offloaded: what leaves its own shards, in buffers, is on the CPU here.

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.measures import limit_memory, measure_memory
+from support.measures import measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor
 
-from meshwright import ConfigError, Mesh, MeshSizes, RankError, StrategyError, open_world, resolve
+from meshwright import ConfigError, StrategyError
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright_testing import pool
@@ -60,8 +60,6 @@ class Layout:
 
 LAYOUTS = {
     "single": Layout("single", 1),
-    "single, mixed dtypes": Layout("single", 1, case=MIXED),
-    "ddp": Layout("ddp", 2, case=TIED),
     "ddp, distributed optimizer": Layout("ddp", 2, config=ZERO1),
     "ddp, distributed optimizer, gathers to come": Layout(
         "ddp", 2, config={**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -69,22 +67,13 @@ LAYOUTS = {
     "ddp, distributed optimizer, bfloat16": Layout("ddp", 2, config=ZERO1, case=HALF, trains_others=True),
     "fsdp2": Layout("fsdp2", 3, case=TIED),
     "fsdp2, mixed dtypes": Layout("fsdp2", 2, case=MIXED),
-    "fsdp2, offloaded": Layout("fsdp2", 2, config={"offload_policy": {"pin_memory": False}}),
-    "fsdp2, cp": Layout("fsdp2", 2, {"cp_size": 2}),
     "fsdp2, ep": Layout("fsdp2", 2, {"ep_size": 2}, case=EXPERTS),
-    "HSDP": Layout("fsdp2", 4, {"dp_replicate_size": 2}),
     "fsdp2, tp": Layout("fsdp2", 4, {"tp_size": 2}, case=TIED),
     "megatron_fsdp": Layout("megatron_fsdp", 2, case=TIED),
-    "megatron_fsdp, tp": Layout("megatron_fsdp", 4, {"tp_size": 2}),
-    **{
-        f"megatron_fsdp, ZeRO {zero}, main weights": Layout(
-            *("megatron_fsdp", 2, {}, {"zero_dp_strategy": zero, "main_params_dtype": "float32"}, HALF),
-            trains_others=True,
-        )
-        for zero in (0, 1, 3)
-    },
+    "megatron_fsdp, main weights": Layout(
+        *("megatron_fsdp", 2, {}, {"zero_dp_strategy": 1, "main_params_dtype": "float32"}, HALF), trains_others=True
+    ),
     "pipeline, ddp": Layout("ddp", 2, {"pp_size": 2}, case=TIED),
-    "pipeline, fsdp2": Layout("fsdp2", 4, {"pp_size": 2}, case=TIED),
     "pipeline, fsdp2, interleaved": Layout("fsdp2", 4, {"pp_size": 2}, case=STAGES, schedule="interleaved1f1b"),
     "pipeline, fsdp2, tp": Layout("fsdp2", 4, {"pp_size": 2, "tp_size": 2}),
 }
@@ -218,7 +207,7 @@ def _held(name: str, bucket_bytes: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 16])
-@pytest.mark.parametrize("name", ["single", "fsdp2", "fsdp2, tp", "pipeline, fsdp2", "megatron_fsdp"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2, tp", "megatron_fsdp"])
 def test_a_bucket_and_one_parameter_are_all_that_is_held(name: str, bucket_bytes: int) -> None:
     ranks = LAYOUTS[name].ranks
     for peak, largest in pool(ranks).run(_held, name, bucket_bytes):
@@ -226,35 +215,7 @@ def test_a_bucket_and_one_parameter_are_all_that_is_held(name: str, bucket_bytes
         held = peak - largest
         # In rounds of one parameter a bucket is full of elements, but for less than one of each rank.
         least = bucket_bytes - 8 * ranks if bucket_bytes < largest else bucket_bytes // 2
-        assert held == 0 if ranks == 1 else least < held <= bucket_bytes
-
-
-def _within(limit_mib: int, at_once: bool) -> float:
-    """MiB of parameters that a rank is given which may have so much more memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    world = open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(), world.size)
-    manager = stack.build(Mesh(degrees, world))
-    config = AutoConfig.for_model(
-        *("llama",), hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8, vocab_size=64
-    )
-    manager.parallelize(AutoModelForCausalLM.from_config(config))
-    # What gloo and others allocate once.
-    next(manager.iter_parameters(bucket_bytes=8 << 20))
-    with limit_memory(limit_mib << 20):
-        given = manager.iter_parameters(bucket_bytes=8 << 20)
-        sizes = [value.nbytes for value in dict(given).values()] if at_once else [value.nbytes for _, value in given]
-    return sum(sizes) / 2**20
-
-
-@pytest.mark.slow
-def test_what_a_whole_model_would_break_is_enough_for_one_parameter_after_the_other() -> None:
-    # 4 MiB of a parameter, twice, 8 of a bucket; gloo holds as much again while it sends, and malloc what was freed.
-    first, second = pool(2).run(_within, 96, False)
-    assert first == second == pytest.approx(192, rel=0.05)
-    with pytest.raises(RankError, match="memory"):
-        pool(2).run(_within, 96, True)
+        assert least < held <= bucket_bytes
 
 
 # -- what third parties get, and what is refused
@@ -281,10 +242,8 @@ def _refused() -> list[str]:
     calls: list[dict[str, Any]] = [
         {"bucket_bytes": 0},
         {"bucket_bytes": 1.5},
-        {"bucket_bytes": True},
         {"bucket_bytes": 1 << 20, "dtype": torch.int64},
         {"bucket_bytes": 1 << 20, "dtype": "bfloat16"},
-        {"bucket_bytes": 1 << 20, "dtype": torch.float4_e2m1fn_x2},
         {"bucket_bytes": -1 if is_last else 1},
         {"bucket_bytes": 1 << 20, "dtype": torch.bfloat16 if is_last else None},
     ]
@@ -309,8 +268,8 @@ def test_what_cannot_be_given_is_refused_on_all_ranks_by_the_call() -> None:
     for text, words in zip(
         first,
         [
-            *("bucket_bytes=0 must be", "bucket_bytes=1.5 must be", "bucket_bytes=True must be"),
-            *("dtype=torch.int64 is no", "dtype='bfloat16' is no", "dtype=torch.float4_e2m1fn_x2 is no"),
+            *("bucket_bytes=0 must be", "bucket_bytes=1.5 must be"),
+            *("dtype=torch.int64 is no", "dtype='bfloat16' is no"),
             "bucket_bytes=-1 must be",
             "called with bucket_bytes=1048576, dtype=None and bucket_bytes=1048576, dtype=torch.bfloat16",
             *("do not have all of model.embed_tokens.weight", "do not have all of lm_head.weight"),

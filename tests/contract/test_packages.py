@@ -124,7 +124,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("fsdp2", ["fsdp2"]),
         ("megatron_fsdp", ["megatron_fsdp"]),
-        ("megatron-fsdp", ["megatron_fsdp"]),
         ("all", [directory.name for directory in PLUGINS]),
         ("plan", ["objectives", "plan", "run"]),
     ],

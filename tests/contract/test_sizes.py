@@ -12,8 +12,6 @@ from meshwright.base.errors import ConfigError, MeshError
 from meshwright.base.validation import validated
 from meshwright.mesh.sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees, MeshSizes
 
-REPLICATES = frozenset({"dp_replicate"})
-
 
 @pytest.mark.parametrize(
     ("sizes", "world_size", "expected"),
@@ -21,9 +19,6 @@ REPLICATES = frozenset({"dp_replicate"})
         ({}, 8, Degrees(dp_shard=8)),
         ({"tp_size": 2}, 8, Degrees(dp_shard=4, tp=2)),
         ({"dp_size": 2, "tp_size": None}, 8, Degrees(dp_shard=2, tp=4)),
-        ({"dp_size": 2, "pp_size": None}, 8, Degrees(dp_shard=2, pp=4)),
-        ({"dp_size": 1, "cp_size": None}, 8, Degrees(cp=8)),
-        ({"dp_size": 2, "tp_size": 2, "pp_size": 2}, 8, Degrees(dp_shard=2, tp=2, pp=2)),
         ({"dp_replicate_size": 2, "tp_size": 2}, 8, Degrees(dp_replicate=2, dp_shard=2, tp=2)),
         ({"dp_replicate_size": 4, "dp_size": 4}, 4, Degrees(dp_replicate=4)),
         ({"ep_size": 4, "tp_size": 2, "dp_replicate_size": 2}, 16, Degrees(dp_replicate=2, dp_shard=4, tp=2, ep=4)),
@@ -35,23 +30,6 @@ def test_one_open_size_is_inferred_and_the_product_is_the_world(sizes, world_siz
 
 
 @pytest.mark.parametrize(
-    ("claims", "given_size", "expected"),
-    [
-        ({"dp_shard", "dp_replicate"}, None, (1, 4)),
-        ({"dp_shard"}, None, (1, 4)),
-        (REPLICATES, None, (4, 1)),
-        (set(), None, (1, 4)),
-        (REPLICATES, 1, (1, 4)),
-        (REPLICATES, 2, (2, 2)),
-        ({"dp_shard"}, 2, (2, 2)),
-    ],
-)
-def test_copies_left_out_are_one_unless_the_stack_only_replicates(claims, given_size, expected):
-    degrees = MeshSizes(dp_replicate_size=given_size).resolve(4, claims)
-    assert (degrees.dp_replicate, degrees.dp_shard) == expected
-
-
-@pytest.mark.parametrize(
     ("sizes", "world_size", "texts"),
     [
         (
@@ -59,15 +37,10 @@ def test_copies_left_out_are_one_unless_the_stack_only_replicates(claims, given_
             8,
             ["dp_size=3 x cp_size=1 x tp_size=2 = 6", "world size is 8", "Set dp_size=4", "leave dp_size out"],
         ),
-        ({"dp_size": 1, "tp_size": 3}, 8, ["= 3", "world size is 8", "Start a multiple of 3 ranks"]),
         ({"tp_size": 3}, 8, ["tp_size=3 = 3", "world size 8", "dp_size cannot be inferred", "a multiple of 3"]),
-        ({"tp_size": 16}, 8, ["tp_size=16 = 16", "world size 8"]),
-        ({"tp_size": None}, 8, ["world size 8", "dp_size, tp_size", "all of them but one"]),
         ({"tp_size": None, "cp_size": None}, 8, ["3 are left open: dp_size, cp_size, tp_size"]),
         ({"dp_replicate_size": 3}, 8, ["dp_replicate_size=3", "dp_size=8", "1, 2, 4, 8"]),
-        ({"dp_replicate_size": 8, "dp_size": 4, "tp_size": 2}, 8, ["dp_replicate_size=8", "dp_size=4", "1, 2, 4"]),
         ({"ep_size": 3, "tp_size": 2}, 8, ["ep_size=3", "dp_shard=4 x cp=1 x tp=2 = 8", "1, 2, 4, 8"]),
-        ({"ep_size": 8, "dp_replicate_size": 2}, 8, ["ep_size=8", "dp_shard=4", "1, 2, 4"]),
     ],
 )
 def test_error_names_the_numbers_and_the_remedy(sizes, world_size, texts):
@@ -82,19 +55,6 @@ def test_error_names_the_numbers_and_the_remedy(sizes, world_size, texts):
 def test_a_size_below_one_or_no_whole_number_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):
         validated(MeshSizes, {name: value}, where="sizes")
-
-
-def test_sizes_and_degrees_are_frozen():
-    with pytest.raises(ValueError):
-        MeshSizes().tp_size = 2
-    with pytest.raises(AttributeError):
-        Degrees().tp = 2
-
-
-def test_degrees_show_only_what_is_above_one():
-    assert str(Degrees()) == "one rank"
-    assert str(Degrees(pp=2, tp=4, ep=2)) == "pp=2 x tp=4 x ep=2"
-    assert Degrees(pp=2, tp=4, ep=2).above_one() == ["pp", "tp", "ep"]
 
 
 SIZE = st.integers(1, 6)

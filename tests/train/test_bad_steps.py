@@ -5,7 +5,6 @@ What is bad, and what is done then, is told by `BadStepConfig`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import deque
@@ -21,7 +20,7 @@ from support.commands import command, write_run
 from support.stacks import STACKS
 from torch import Tensor
 
-from meshwright import BadStepConfig, Checkpointer, Loop, StepResult, TrainingError, fit, load_checkpoint
+from meshwright import BadStepConfig, Checkpointer, Loop, TrainingError, fit, load_checkpoint
 from meshwright.base.types import Batch
 from meshwright.events.run import BadStep
 from meshwright.step.agreement import count_tokens
@@ -30,7 +29,6 @@ from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
 from meshwright.train.loop.monitors import LEAST_KNOWN, BadSteps, deviations_above
-from meshwright_run.report import as_record, read_metrics
 from meshwright_testing import pool
 from meshwright_testing.case import share
 from meshwright_testing.parity import build_with_optimizer, full_weights
@@ -101,16 +99,12 @@ def _by_hand(draws: Sequence[int | None]) -> tuple[list[float], list[float], dic
     return losses, norms, full_weights(manager)
 
 
-def _fitted(
-    stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_at: int | None = None, in_passes: bool = False
-) -> Any:
+def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_at: int | None = None) -> Any:
     """What `fit` makes of it, in one sitting or in two; each step once, as the course has it."""
     manager = _built(stack)
     told, root, course = _Told(), Path(directory), {}
-    batches: Any = _batches(manager, poisoned)
     loop = Loop(
-        _Passes(batches) if in_passes else batches,
-        accumulate=CASE.microbatches if in_passes else 1,
+        _batches(manager, poisoned),
         steps=STEPS,
         scheduler=_scheduler(manager),
         max_grad_norm=CASE.max_norm,
@@ -126,8 +120,9 @@ def _fitted(
             manager = _built(stack)
             scheduler = _scheduler(manager)
             manifest = load_checkpoint(manager, step_directory(root, stop_at), scheduler=scheduler)
-            again = _Passes(_batches(manager, poisoned)) if in_passes else _batches(manager, poisoned)
-            loop = replace(loop, batches=again, scheduler=scheduler, callbacks=[]).going_on(manifest)
+            loop = replace(loop, batches=_batches(manager, poisoned), scheduler=scheduler, callbacks=[]).going_on(
+                manifest
+            )
             with Checkpointer(manager, root, keep_last=None) as checkpointer:
                 results += fit(manager, replace(loop, checkpointer=checkpointer))
     for result in results:
@@ -138,17 +133,6 @@ def _fitted(
         full_weights(manager),
         told.bad,
     )
-
-
-class _Passes:
-    """The same microbatches one after the other, without an end."""
-
-    def __init__(self, batches: Callable[[int], list[Batch]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        for draw in itertools.count():
-            yield from self._batches(draw)
 
 
 def _compare(found: Any, expected: Any, draws: Sequence[int | None]) -> None:
@@ -182,17 +166,14 @@ def test_every_stack_leaves_out_what_is_not_a_number_or_goes_back(stack: str, do
         assert found[2] == told
 
 
-@pytest.mark.parametrize("in_passes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["function", "iterable"])
 @pytest.mark.parametrize(
     "stop_at", [pytest.param(None, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
-def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(
-    stop_at: int | None, in_passes: bool, tmp_path: Path
-) -> None:
+def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(stop_at: int | None, tmp_path: Path) -> None:
     for do, poisoned, draws in (("skip", [2, 4], [0, 1, None, 3, None, 5]), ("rewind", [2], [0, 1, 3, 4, 5, 6])):
         (expected,) = pool(1).run(_by_hand, draws)
         directory = str(tmp_path / do)
-        for found in pool(2).run(_fitted, "fsdp2", do, poisoned, directory, stop_at, in_passes):
+        for found in pool(2).run(_fitted, "fsdp2", do, poisoned, directory, stop_at):
             _compare(found, expected, draws)
             count = len(poisoned)
             assert found[2][-1][2] == count
@@ -232,40 +213,6 @@ def test_what_cannot_go_on_ends_on_all_ranks_and_has_changed_nothing(
 # -- an objective that is not finite, and what is far above
 
 
-def weighted(tokens: Any, columns: Any) -> Tensor:
-    """Cross entropy times a weight by row."""
-    return -(tokens.log_probs * columns["weight"][:, None]).sum()
-
-
-def _weighted(kind: str, directory: str) -> tuple[list[tuple[float, str]], dict[str, Tensor]]:
-    manager, _ = build_with_optimizer("fsdp2", {}, {}, CASE)
-    mesh, plain, bad = manager.mesh, LEAST_KNOWN + 1, LEAST_KNOWN + 3
-
-    def batches(step: int) -> list[Batch]:
-        found = share(CASE, step % 4, mesh.data_rank, mesh.data_size)
-        factor = {"nan": math.nan, "far": 1e3, "none": 1.0}[kind] if step + 1 == bad else 1.0
-        return [{**each, "weight": torch.full((len(each["labels"]),), factor, dtype=torch.float64)} for each in found]
-
-    config = BadStepConfig(do="skip", deviations=20, window=plain)
-    results = fit(manager, Loop(batches, steps=bad + 1, objective=weighted, on_bad_step=config))
-    return [(each.loss, each.skipped) for each in results], full_weights(manager)
-
-
-@pytest.mark.slow
-def test_an_objective_that_is_not_finite_and_one_that_leaps_are_left_out(tmp_path: Path) -> None:
-    bad = LEAST_KNOWN + 3
-    (nothing, _), (far, weights), (nan, others) = (
-        pool(2).run(_weighted, kind, str(tmp_path))[0] for kind in ("none", "far", "nan")
-    )
-    assert not any(reason for _, reason in nothing)
-    for found, text in ((far, "standard deviations above the median"), (nan, "is not finite")):
-        assert [index + 1 for index, (_, reason) in enumerate(found) if reason] == [bad]
-        assert text in found[bad - 1][1]
-        assert found[: bad - 1] == nothing[: bad - 1]
-    assert far[bad:] == nan[bad:]
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
 # -- judging
 
 
@@ -293,16 +240,6 @@ def test_what_is_far_follows_from_the_good_steps_before_alone() -> None:
     assert _judged(config, [1.0] * LEAST_KNOWN + [1e9])[0][-1]
     # Values that hardly differ are no reason to find a hair's breadth far.
     assert not any(_judged(config, [1.0] * LEAST_KNOWN + [1.005])[0])
-
-
-@pytest.mark.parametrize(("window", "is_far"), [(LEAST_KNOWN, True), (50, False)], ids=["window=20", "window=50"])
-def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
-    """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
-    noise = [0.05 * math.sin(step) for step in range(LEAST_KNOWN + 30)]
-    losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]
-    found, judge = _judged(BadStepConfig(do="skip", deviations=8, window=window), [*losses, 2.0])
-    assert found == [False] * len(losses) + [is_far]
-    assert len(judge.state()["bad_steps"]["losses"]) == (window if is_far else len(losses))
 
 
 def test_deviations_are_those_of_a_normal_distribution() -> None:
@@ -359,17 +296,3 @@ def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None
     keys = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
     found, expected = ([[line[key] for key in keys] for line in _lines(each)] for each in (parted, whole))
     assert found == expected
-
-
-def test_lines_of_steps_that_were_left_out_are_read_again(tmp_path: Path) -> None:
-    result = StepResult(3, 9, math.nan, math.inf, 1e-3, 10, 0.1, 0, ended=5.0, skipped="the loss is nan")
-    record = json.loads(json.dumps(as_record(result), allow_nan=False))
-    assert (record["loss"], record["grad_norm"], record["skipped"]) == (None, None, "the loss is nan")
-    good = as_record(replace(result, step=4, loss=1.0, grad_norm=1.0, skipped=""))
-    assert "skipped" not in good
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f"{json.dumps(record)}\n{json.dumps(good)}\n")
-    first, second = read_metrics(path, until=9, steps=9)
-    assert math.isnan(first.loss)
-    assert math.isnan(first.grad_norm)
-    assert (first.skipped, second.skipped, second.loss) == ("the loss is nan", "", 1.0)

@@ -16,11 +16,9 @@ from support.checkpoints import step_directory
 from support.runs import Place
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.loop.monitors import EarlyStopping
 from meshwright_run.data.tokenizer import load_tokenizer
 from meshwright_run.output import beginning
 from meshwright_run.preflight import data_and_model_config, plan_run, steps_of
-from meshwright_run.resume import early_stopping
 from meshwright_run.run_file import ScheduleConfig, load_run
 
 
@@ -42,41 +40,25 @@ def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
     steps = math.ceil(0.21 * rows / 4)
     assert 4 < steps < 12
     assert _summary(place)["of_steps"] == steps
-    # The same in steps; and begun in the one way, and gone on with in the other.
-    plain = {"steps": steps, "schedule": {"warmup_steps": math.ceil(0.3 * steps)}}
-    other = Place(workplace, tmp_path / "other")
-    other.directory.mkdir()
-    other.runs(**plain)
-    assert other.metrics() == place.metrics()
+    # Begun in the one way, and gone on with in the other.
     mixed = Place(workplace, tmp_path / "mixed")
     mixed.directory.mkdir()
     assert mixed.run(kill_after=3, **told)[1] == "killed"
     _, error, code = mixed.run(**told | {"schedule": {"warmup_ratio": 0.9}})
-    assert code == 2
-    assert "the run differs" in error
-    assert "schedule.warmup_steps" in error
-    assert "going on from" in mixed.runs(**plain)
+    assert (code, "the run differs" in error, "schedule.warmup_steps" in error) == (2, True, True)
+    assert "going on from" in mixed.runs(steps=steps, schedule={"warmup_steps": math.ceil(0.3 * steps)})
     assert mixed.metrics() == place.metrics()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "steps", "warmup"), [(0.07, 100, 7), (0.0701, 100, 8), (0.1, 30, 3), (0.03, 10, 1), (1, 9, 9), (0, 9, 0)]
-)
-def test_a_share_of_warm_up_is_rounded_up_as_it_is_written(ratio: float, steps: int, warmup: int) -> None:
-    assert ScheduleConfig(warmup_ratio=ratio).over(steps) == ScheduleConfig(warmup_steps=warmup)
+def test_a_share_of_warm_up_is_rounded_up_as_it_is_written() -> None:
+    for ratio, steps, warmup in ((0.07, 100, 7), (0.0701, 100, 8), (0.1, 30, 3), (0.03, 10, 1), (1, 9, 9), (0, 9, 0)):
+        assert ScheduleConfig(warmup_ratio=ratio).over(steps) == ScheduleConfig(warmup_steps=warmup)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "batch_size", "steps"), [(1, 4, 3), (2, 4, 5), (0.1, 4, 1), (0.3, 1, 3), (3, 2, 15), (1, 32, 1)]
-)
-def test_an_epoch_has_each_row_once_and_the_last_step_is_whole(
-    epochs: float, batch_size: int, steps: int, place: Place
-) -> None:
-    config = load_run(place.file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
-    assert steps_of(config, 10) == steps
-
-
-def test_epochs_need_data_whose_rows_are_known_and_room_for_the_warm_up(place: Place) -> None:
+def test_an_epoch_has_each_row_once_the_last_step_is_whole_and_there_is_room_for_the_warm_up(place: Place) -> None:
+    for epochs, batch_size, steps in ((1, 4, 3), (2, 4, 5), (0.1, 4, 1), (0.3, 1, 3), (3, 2, 15), (1, 32, 1)):
+        config = load_run(place.file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
+        assert steps_of(config, 10) == steps
     config = load_run(place.file(steps=None, epochs=1, schedule={"warmup_steps": 9}))
     with pytest.raises(ConfigError, match="how many rows the data have is not known"):
         steps_of(config, None)
@@ -86,32 +68,27 @@ def test_epochs_need_data_whose_rows_are_known_and_room_for_the_warm_up(place: P
 
 # -- early stopping
 
-STOPPING = {"steps": 8, "eval": {"every": 1, "early_stopping": {"patience": 2, "min_delta": 99.0}}}
-
 
 def _patient(patience: int) -> dict[str, Any]:
-    return {**STOPPING, "eval": {"every": 1, "early_stopping": {"patience": patience, "min_delta": 99.0}}}
+    return {"steps": 8, "eval": {"every": 1, "early_stopping": {"patience": patience, "min_delta": 99.0}}}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient(ranks: int, place: Place) -> None:
-    def run(**changes: Any) -> str:
-        output, error, code = place.run(ranks=ranks, strategy="ddp", nproc=ranks, **changes)
-        assert code == 0, error
-        return output
+STOPPING = _patient(2)
 
+
+def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient(place: Place) -> None:
     # Of three evaluations the first is the lowest. The checkpoint before the end is of step 2.
-    assert place.run(ranks=ranks, strategy="ddp", nproc=ranks, kill_after=3, **STOPPING)[1] == "killed"
-    output = run(**STOPPING)
+    assert place.run(kill_after=3, **STOPPING)[1] == "killed"
+    output = place.runs(**STOPPING)
     assert "going on from" in output
     assert "stopped early, after 3 of 8 steps: the held-out loss has not fallen in 2 evaluations" in output
     assert [line["step"] for line in place.metrics()] == [1, 2, 3]
     assert place.steps() == [3, 2]
     assert (_summary(place)["steps"], _summary(place)["of_steps"]) == (3, 8)
-    assert "this run has finished" in run(**STOPPING)
-    assert "after 5 of 8 steps" in run(**_patient(4))
+    assert "this run has finished" in place.runs(**STOPPING)
+    assert "after 5 of 8 steps" in place.runs(**_patient(4))
     # More steps are no more patience.
-    assert "after 5 of 9 steps" in run(**_patient(4) | {"steps": 9})
+    assert "after 5 of 9 steps" in place.runs(**_patient(4) | {"steps": 9})
     assert [line["step"] for line in place.metrics()] == [1, 2, 3, 4, 5]
 
 
@@ -125,17 +102,6 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workpla
     assert code == 2
     assert f"the run that {source} is of has stopped early at step 3" in error
     assert "after 4 of 8 steps" in other.runs(**_patient(3), resume=source)
-    # What another objective measures is not compared with that: of three further evaluations the first is the lowest.
-    third = Place(workplace, tmp_path / "third")
-    third.directory.mkdir()
-    smooth = {"objective": {"name": "cross_entropy", "label_smoothing": 0.2}}
-    assert "after 6 of 8 steps" in third.runs(**STOPPING, **smooth, resume={"from": source, "allow": ["objective"]})
-
-
-def test_patience_is_with_the_set_that_is_named(place: Place) -> None:
-    told = {"every": 1, "early_stopping": {"set": "news", "patience": 2, "min_delta": 0.5}}
-    config = load_run(place.file(eval=told), ["data.eval_sets={news: {files: a.jsonl}}"])
-    assert early_stopping(config.eval) == EarlyStopping("news", patience=2, min_delta=0.5)
 
 
 # -- several sets, and the best
@@ -165,14 +131,7 @@ def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path)
 def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
     place.runs(steps=3, checkpoint={"every": [200, "0.001s"], "keep_last": None})
     assert place.steps() == [3, 2, 1]
-    for every, steps, seconds in (
-        (500, 500, None),
-        ("1.5h", None, 5400.0),
-        ("90m", None, 5400.0),
-        ([500, "5401s"], 500, 5401.0),
-        ([".5s", 3], 3, 0.5),
-        (None, None, None),
-    ):
+    for every, steps, seconds in ((500, 500, None), ("1.5h", None, 5400.0), ([".5s", 3], 3, 0.5), (None, None, None)):
         told = load_run(place.file(checkpoint={"every": every})).checkpoint
         assert (told.every_steps, told.after_s, told.saves) == (steps, seconds, every is not None)
     for wrong in ("0m", "20", "20d", [], [500, 600], ["1m", "2m"], 0, True, [500, "0.0s"]):
@@ -220,20 +179,6 @@ def _told_sums(place: Place) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "objective", ["orpo", {"name": "simpo", "gamma": 0.1}, {"name": "dpo", "reference_free": True}]
-)
-def test_preferences_are_trained_without_a_reference(objective: Any, preferences: dict[str, Any], place: Place) -> None:
-    place.runs(data=preferences, objective=objective, micro_batch_size=16, batch_size=64, optimizer={"lr": 0.01})
-    lines = place.metrics()
-    # Counted are pairs.
-    assert {line["num_tokens"] for line in lines} == {32}
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    assert "held_out" in lines[-1]["evaluations"]
-    assert not (place.out / "reference.npz").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sizes", "ranks"), [("ddp", {}, 2), ("fsdp2", {"tp_size": 2}, 2)], ids=str)
 def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
     strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: Place, tmp_path: Path
@@ -267,16 +212,12 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
     ("objective", "changes", "text"),
     [
         (None, {}, "the cross entropy takes each by itself, so that rejected answers would be learnt"),
-        ({"name": "kto"}, {}, "the objective 'kto' takes each by itself"),
         ({"name": "grpo", "beta": 0.1}, {"corpus": True}, "needs advantages, reference_log_probs beside the tokens"),
         (
             "orpo",
             {"corpus": True},
             "objective 'orpo' takes rows 2 by 2, and those of these data do not belong together",
         ),
-        ({"name": "value", "clip": None}, {"corpus": True}, "'value' is over the outputs of another head"),
-        ({"name": "unlikelihood"}, {"corpus": True}, "'unlikelihood' needs negatives beside the tokens"),
-        ("orpo", {"packing": "documents"}, "packing=documents"),
         ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 counts rows, of which 2 belong together"),
     ],
     ids=str,
@@ -315,8 +256,3 @@ def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
     # Without older log-probabilities the ratio is 1, and the loss minus the mean advantage.
     assert all(-1.0 <= line["loss"] <= 0.0 for line in place.metrics())
     assert any(line["loss"] < -0.2 for line in place.metrics())
-    _, error, code = place.run(
-        data=data | {"sources": [source | {"columns": []}]}, objective="grpo", output_dir=str(place.out / "2")
-    )
-    assert code == 2
-    assert "the objective 'grpo' needs advantages beside the tokens, and the data have no columns" in error

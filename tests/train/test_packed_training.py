@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from torch import Tensor
 
 from meshwright import count_tokens
 from meshwright.base.types import Batch
@@ -32,36 +32,14 @@ LENGTHS = (20, 18, 15, 12, 11, 11, 10, 9, 7, 5, 4, 3)
 """Best fit makes four rows of them, three of which have padding."""
 LEARNT = 0.7
 EXACT = 1e-12
-
-
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    strategy: str
-    sizes: dict[str, int] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    wrapper: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.strategy == "single" else 2
-
-
-LAYOUTS = [
-    Layout("single", "single"),
-    Layout("fsdp2", "fsdp2"),
-    Layout("ddp", "ddp"),
-    Layout("tp", "fsdp2", {"tp_size": 2}),
-    Layout("tp_sp", "fsdp2", {"tp_size": 2}, {"sequence_parallel": True}),
-    Layout("cp_allgather", "fsdp2", {"cp_size": 2}),
-    Layout("cp_ulysses", "fsdp2", {"cp_size": 2}, {"cp_attention": "ulysses"}),
-    Layout("pp", "fsdp2", {"pp_size": 2}),
-    Layout("pp_interleaved", "fsdp2", {"pp_size": 2}, {}, {"pipeline": {"pp_schedule": "interleaved1f1b"}}),
-]
-FIRST = ["fsdp2", "cp_ulysses", "pp_interleaved", "tp_sp"]
+INTERLEAVED = {"pipeline": {"pp_schedule": "interleaved1f1b"}}
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "fsdp2": ({}, {}, {}),
+    "tp_sp": ({"tp_size": 2}, {"sequence_parallel": True}, {}),
+    "cp_ulysses": ({"cp_size": 2}, {"cp_attention": "ulysses"}, {}),
+    "pp_interleaved": ({"pp_size": 2}, {}, INTERLEAVED),
+}
+"""Sizes and options of FSDP2 on two ranks, and of its wrapper."""
 
 
 def documents(model_type: str, step: int) -> Documents:
@@ -82,35 +60,25 @@ def batches_of(kind: str, model_type: str, step: int, place: Place) -> list[Batc
     return Feed([rows], place, batch_size=len(rows), seed=step).microbatches(0)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a rank saw: losses and norms of each step, and the full weights after steps of AdamW, and after one of SGD.
+def train(layout: str | None, model_type: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses and norms of each step, and the full weights after steps of AdamW, and after one of SGD.
 
     AdamW divides small gradients by their own size, and with them what rounding has left of them; SGD shows gradients
     as they are.
     """
-
-    values: list[float]
-    by_adamw: dict[str, torch.Tensor]
-    by_sgd: dict[str, torch.Tensor]
-
-
-SGD = OptimizerConfig(name="SGD", lr=1.0)
-
-
-def train(layout: Layout, model_type: str, kind: str, micro_batch_size: int) -> Found:
-    """The task of one rank."""
     case = Case(model_type=model_type, tied=None, layers=4)
-    values, by_adamw = train_with(layout, case, kind, micro_batch_size, STEPS)
-    more, by_sgd = train_with(layout, replace(case, optimizer=SGD), kind, micro_batch_size, 1)
-    return Found(values + more, by_adamw, by_sgd)
+    values, by_adamw = train_with(layout, case, kind, STEPS)
+    more, by_sgd = train_with(layout, replace(case, optimizer=OptimizerConfig(name="SGD", lr=1.0)), kind, 1)
+    return values + more, by_adamw, by_sgd
 
 
-def train_with(layout: Layout, case: Case, kind: str, micro_batch_size: int, steps: int) -> Any:
-    manager = build_manager(layout.strategy, layout.config, layout.sizes, case, wrapper_config=layout.wrapper)
+def train_with(layout: str | None, case: Case, kind: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    sizes, config, wrapper = LAYOUTS[layout] if layout else ({}, {}, {})
+    manager = build_manager("fsdp2" if layout else "single", config, sizes, case, wrapper_config=wrapper)
     mesh = manager.mesh
     multiple = (2 * mesh.degrees.cp if mesh.degrees.cp > 1 else 1) * mesh.degrees.tp
-    place = Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=mesh.degrees.pp > 1)
+    size = 1 if kind == "apart" else 2
+    place = Place(mesh.data_rank, mesh.data_size, size, multiple=multiple, one_shape=mesh.degrees.pp > 1)
     found = []
     for step in range(steps):
         mine = batches_of(kind, case.model_type, step, place)
@@ -123,19 +91,19 @@ def train_with(layout: Layout, case: Case, kind: str, micro_batch_size: int, ste
 
 
 @functools.cache
-def apart(model_type: str) -> Found:
-    return pool(1).run(train, LAYOUTS[0], model_type, "apart", 1)[0]
+def apart(model_type: str) -> Any:
+    return pool(1).run(train, None, model_type, "apart")[0]
 
 
-def check(layout: Layout, model_type: str, kind: str, micro_batch_size: int = 2) -> None:
-    expected = apart(model_type)
-    for found in pool(layout.ranks).run(train, layout, model_type, kind, micro_batch_size):
-        assert found.values == pytest.approx(expected.values, rel=EXACT, abs=0)
-        assert farthest(found.by_sgd, expected.by_sgd) <= EXACT
-        assert farthest(found.by_adamw, expected.by_adamw) <= TOLERANCE
+def check(layout: str | None, model_type: str, kind: str) -> None:
+    expected, adamw, sgd = apart(model_type)
+    for values, by_adamw, by_sgd in pool(2 if layout else 1).run(train, layout, model_type, kind):
+        assert values == pytest.approx(expected, rel=EXACT, abs=0)
+        assert farthest(by_sgd, sgd) <= EXACT
+        assert farthest(by_adamw, adamw) <= TOLERANCE
 
 
-def farthest(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def farthest(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((weights[name] - weight).abs().max()) for name, weight in expected.items())
 
 
@@ -149,52 +117,35 @@ def test_best_fit_makes_four_rows_of_the_documents_of_a_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.name in FIRST], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["documents", "none"])
-def test_rows_train_as_documents_by_themselves(layout: Layout, kind: str) -> None:
+def test_rows_train_as_documents_by_themselves(layout: str, kind: str) -> None:
     check(layout, "llama", kind)
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_rows_of_every_architecture_train_as_documents_by_themselves(model_type: str, layout: Layout) -> None:
+def test_rows_of_every_architecture_train_as_documents_by_themselves(model_type: str, layout: str | None) -> None:
     for kind in ("documents", "none"):
         check(layout, model_type, kind)
 
 
-def test_positions_alone_tell_documents_apart() -> None:
-    """What the proofs above would miss, if it made no difference: the same rows without positions are others."""
-    (batch,) = batches_of("documents", "llama", 0, Place(0, 1, 4))
-    losses = pool(1).run(_losses, [dict(batch), {name: batch[name] for name in ("input_ids", "labels")}])[0]
-    assert abs(losses[0] - losses[1]) > 1e-6
-
-
-def _losses(batches: list[Batch]) -> list[float]:
+def _losses() -> list[float]:
+    """Of one batch: as it is, with other tokens and with a mask where there is padding, and without positions."""
     manager = build_manager("single", {}, {}, Case(tied=None))
-    return [float(manager.eval_loss([b], num_tokens=count_tokens([b], manager.mesh))) for b in batches]
-
-
-def test_padding_is_nothing_to_the_rows_before_it() -> None:
-    """Other tokens there, or an attention mask, change neither loss nor gradient."""
-    found = pool(1).run(_gradients)[0]
-    (loss, gradients), *others = found
-    for other_loss, other_gradients in others:
-        assert other_loss == pytest.approx(loss, rel=EXACT)
-        for one, other in zip(gradients, other_gradients, strict=True):
-            assert float((one - other).abs().max()) <= EXACT
-
-
-def _gradients() -> list[tuple[float, list[torch.Tensor]]]:
-    held = documents("llama", 0)
     plain, masked = (
-        dict(make_rows(held, "none", SEQ_LEN, masks=masks).take(range(4), SEQ_LEN)) for masks in (False, True)
+        dict(make_rows(documents("llama", 0), "none", SEQ_LEN, masks=masks).take(range(4), SEQ_LEN))
+        for masks in (False, True)
     )
-    padding = masked["attention_mask"] == 0
-    other = {**plain, "input_ids": plain["input_ids"].masked_fill(padding, 3)}
-    found = []
-    for batch in (plain, masked, other):
-        manager = build_manager("single", {}, {}, Case(tied=None))
-        loss = float(manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh)))
-        found.append((loss, [p.grad.clone() for part in manager.model_parts for p in part.parameters()]))
-    return found
+    other = {**plain, "input_ids": plain["input_ids"].masked_fill(masked["attention_mask"] == 0, 3)}
+    (packed,) = batches_of("documents", "llama", 0, Place(0, 1, 4))
+    alone = {name: packed[name] for name in ("input_ids", "labels")}
+    batches = [plain, other, masked, dict(packed), alone]
+    return [float(manager.eval_loss([each], num_tokens=count_tokens([each], manager.mesh))) for each in batches]
+
+
+def test_padding_is_nothing_and_positions_alone_tell_documents_apart() -> None:
+    plain, other, masked, packed, alone = pool(1).run(_losses)[0]
+    assert [other, masked] == pytest.approx([plain] * 2, rel=EXACT)
+    assert abs(packed - alone) > 1e-6

@@ -143,23 +143,6 @@ def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(place
     assert uninterrupted.contents() == before
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_begins_again(place: Place, uninterrupted: Place) -> None:
-    assert place.run(kill_after=1)[1] == "killed"
-    assert "going on from" not in place.runs()
-    assert place.metrics() == uninterrupted.metrics()
-
-
-@pytest.mark.slow
-def test_another_strategy_and_world_size_go_on_with_the_same_data(place: Place, uninterrupted: Place) -> None:
-    source = {"resume": str(step_directory(uninterrupted.root, 4)), "strategy": "ddp", "nproc": 2}
-    _, error, code = place.run(ranks=2, **source, micro_batch_size=1)
-    assert code == 0, error
-    for mine, other in zip(place.metrics(), uninterrupted.metrics()[4:], strict=True):
-        assert (mine["step"], mine["num_tokens"]) == (other["step"], other["num_tokens"])
-        assert mine["loss"] == pytest.approx(other["loss"], rel=TOLERANCE)
-
-
 def test_a_checkpoint_of_another_run_is_not_gone_on_from(place: Place, uninterrupted: Place) -> None:
     source = str(step_directory(uninterrupted.root, STEPS))
     for changes, told in (
@@ -217,25 +200,19 @@ def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: Place) -> Non
     assert place.contents()["run.yaml"] != before["run.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("restarts", "changes", "told"),
-    [
-        ("3", {}, "up to 3 times (--max-restarts), but the run saves no checkpoints"),
-        ("3", {"checkpoint": {"every": 2}, "resume": "never"}, "resume=never would start anew"),
-        ("3", {"checkpoint": {"every": 2}}, ""),
-        ("0", {}, ""),
-    ],
-)
-def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(
-    restarts: str, changes: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    config = RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **changes)
-    if not told:
-        check_restarts(config)
-    else:
-        with pytest.raises(ConfigError, match=re.escape(told)):
-            check_restarts(config)
+def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = {"checkpoint": {"every": 2}}
+
+    def check(restarts: str, **changes: Any) -> None:
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        check_restarts(RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **changes))
+
+    check("0")
+    check("3", **saves)
+    with pytest.raises(ConfigError, match=r"up to 3 times \(--max-restarts\), but the run saves no checkpoints"):
+        check("3")
+    with pytest.raises(ConfigError, match="resume=never would start anew"):
+        check("3", **saves, resume="never")
 
 
 # -- locked
@@ -319,7 +296,7 @@ def _cosine(peak: float, warmup: int = 1, steps: int = STEPS) -> Any:
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.lr": ({"optimizer": {"lr": 3e-3, "weight_decay": 0.1}}, {"rate": _cosine(3e-3)}),
-    "optimizer.weight_decay": ({"optimizer": {"lr": 1e-2, "weight_decay": 0.5}}, {"decay": 0.5}),
+    "optimizer.weight_decay": ({"optimizer": {"lr": 1e-2}}, {"decay": 0.0}),
     "schedule": ({"schedule": {"warmup_steps": 7}}, {"rate": _cosine(1e-2, warmup=7)}),
     "batch_size": ({"batch_size": 6}, {"batch_size": 6}),
     "seed": ({"seed": 7}, {"seed": 7}),
@@ -352,27 +329,15 @@ def test_an_allowed_change_acts_as_in_a_handwritten_loop(name: str, place: Place
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ddp-zero1": {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}},
     "fsdp2": {"strategy": "fsdp2"},
-    "megatron": {"strategy": "megatron_fsdp", "strategy_config": {"zero_dp_strategy": 3}},
     "pipeline": {"strategy": "single", "pp_size": 2},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["optimizer.lr", "batch_size"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_allowed_change_acts_under_every_strategy(layout: str, name: str, place: Place) -> None:
-    _check_change(name, place, {**LAYOUTS[layout], "nproc": 2, "micro_batch_size": 1}, 2)
-
-
-@pytest.mark.slow
-def test_decay_may_be_given_up_though_it_changes_the_groups(place: Place) -> None:
-    assert place.run(kill_after=5)[1] == "killed"
-    none = {"optimizer": {"lr": 1e-2}, "resume": {"from": "auto", "allow": ["optimizer.weight_decay"]}}
-    place.runs(**none)
-    losses, _ = _handwritten(place.file(), [(0, {"rate": _cosine(1e-2)}), (4, {"decay": 0.0})])
-    assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
+def test_an_allowed_change_acts_under_every_strategy(layout: str, place: Place) -> None:
+    _check_change("batch_size", place, {**LAYOUTS[layout], "nproc": 2, "micro_batch_size": 1}, 2)
 
 
 @pytest.mark.slow
@@ -419,18 +384,13 @@ def test_every_schedule_is_put_where_its_steps_lead() -> None:
         assert found[0] == found[1], name
 
 
-@pytest.mark.parametrize(
-    ("resume", "told"),
-    [
+def test_what_resume_does_not_take_is_named(place: Place) -> None:
+    for resume, told in (
         ("{from: auto, allow: [optimizer.name]}", "resume.allow.0: Input should be 'optimizer.lr'"),
         ("{form: auto}", "resume.form: unknown key. Did you mean 'from'? Allowed: allow, from"),
-        ("{from: [data]}", "resume.from: Input should be a valid string"),
-        ("3", "resume: Input should be a valid string"),
-    ],
-)
-def test_what_resume_does_not_take_is_named(resume: str, told: str, place: Place) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        load_run(place.file(), [f"resume={resume}"])
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            load_run(place.file(), [f"resume={resume}"])
 
 
 # -- weights alone
@@ -493,11 +453,11 @@ def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None
     path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in [*first, *again]))
     assert read_metrics(path, until=4, steps=4) == [first[0], *again]
 
-
-def test_sums_of_an_objective_come_back_from_the_metrics(tmp_path: Path) -> None:
-    result = StepResult(1, 4, 2.0, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan})
-    path = tmp_path / "metrics.jsonl"
+    # What JSON has no number for comes back, too.
+    result = StepResult(1, 4, math.nan, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan}, skipped="why")
     path.write_text(json.dumps(as_record(result), allow_nan=False) + "\n")
     (found,) = read_metrics(path, until=4, steps=4)
     assert found.sums["correct"] == 3.0
+    assert found.skipped == "why"
     assert math.isnan(found.sums["kl"])
+    assert math.isnan(found.loss)

@@ -75,12 +75,8 @@ def test_words_that_only_look_like_numbers_stay_words(text, run_file):
     ("more", "line"),
     [
         ("nproc: yes", "nproc: Input should be a valid integer (got 'yes'); or Input should be 'auto' (got 'yes')"),
-        ("nproc: true", "nproc: Input should be a valid integer (got True)"),
-        ("tp_size: 2.0", "tp_size: Input should be a valid integer (got 2.0)"),
-        ("log_every: 1:30", "log_every: Input should be a valid integer (got '1:30')"),
         ("overwrite: 1", "overwrite: Input should be a valid boolean (got 1)"),
         ("timeout_s: '5'", "timeout_s: Input should be a valid number (got '5')"),
-        ("optimizer: {lr: 1:30.5}", "optimizer.lr: Input should be a valid number (got '1:30.5')"),
     ],
 )
 def test_no_value_is_taken_for_one_of_another_type(more, line, run_file):
@@ -88,42 +84,25 @@ def test_no_value_is_taken_for_one_of_another_type(more, line, run_file):
 
 
 def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
-    config = load_run(
-        run_file("optimizer: {lr: 0.1, weight_decay: 0.2}\n"),
-        [
-            "tp_size=2",
-            "model.num_hidden_layers=8",
-            "optimizer.lr=3e-4",
-            "strategy_config.reduce_dtype=float64",
-            "data.corpus=[a.txt, b.txt]",
-            "max_grad_norm=null",
-            "sample.prompt=a = b",
-            "wrapper_config={pipeline: {schedule: 1f1b}}",
-            "steps=20",
-            "steps=30",
-        ],
-    )
-    assert config.tp_size == 2
-    assert config.model == {"model_type": "llama", "num_hidden_layers": 8}
+    told = ["optimizer.lr=3e-4", "strategy_config.reduce_dtype=float64", "data.corpus=[a.txt, b.txt]", "steps=20"]
+    told += ["max_grad_norm=null", "sample.prompt=a = b", "wrapper_config={pipeline: {schedule: 1f1b}}", "steps=30"]
+    config = load_run(run_file("optimizer: {lr: 0.1, weight_decay: 0.2}\non_bad_step: skip\n"), told)
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 0.2)
     assert config.strategy_config == {"reduce_dtype": "float64"}
     assert config.data.corpus == ["a.txt", "b.txt"]
-    assert config.max_grad_norm is None
-    assert config.sample.prompt == "a = b"
+    assert (config.max_grad_norm, config.steps, config.sample.prompt) == (None, 30, "a = b")
     assert config.wrapper_config == {"pipeline": {"schedule": "1f1b"}}
-    assert config.steps == 30
+    assert config.bad_steps == BadStepConfig(do="skip")
+    with pytest.raises(ValueError):
+        config.steps = 3
 
 
 @pytest.mark.parametrize(
     ("assignment", "text"),
     [
         ("tp_size", "--set 'tp_size' is not of the form key=value"),
-        ("=2", "--set '=2' is not of the form key=value"),
         ("steps.more=2", "'steps' holds 10, which has no keys of its own"),
         ("data=[1", "the value is not valid YAML"),
-        ("tp_sise=2", "tp_sise: unknown key. Did you mean 'tp_size'?"),
-        ("data.seqlen=2", "data.seqlen: unknown key. Did you mean 'seq_len'?"),
-        ("output_dir=", "output_dir: Input should be a valid string"),
         *(("model=" + text, "is not valid YAML") for text in DEEP),
         ("model.x=" + "[" * 60 + "]" * 60, "nested deeper than 50 levels"),
         *((f"resume=a{each}b", "is not valid YAML: unacceptable character") for each in FORBIDDEN),
@@ -138,12 +117,7 @@ def test_an_assignment_that_cannot_be_made_is_an_error(assignment, text, run_fil
     ("content", "text"),
     [
         ("", "must hold a mapping of keys to values, not NoneType"),
-        ("- a\n- b\n", "must hold a mapping of keys to values, not list"),
-        ("just words", "must hold a mapping of keys to values, not str"),
-        ("a: [1", "is not valid YAML"),
-        ("a: 1\n\tb: 2", "is not valid YAML"),
         ("a: !!python/object:os.system {}", "is not valid YAML"),
-        ("a: 1\n---\nb: 2", "is not valid YAML"),
         ("steps: 1\nsteps: 2", "the key 'steps' is given twice"),
         (MINIMAL + "optimizer:\n  lr: 1\n  lr: 2", "the key 'lr' is given twice"),
         (MINIMAL + "1: 2", "1: Keys should be strings"),
@@ -170,66 +144,28 @@ def test_bytes_that_are_not_utf8_and_a_file_without_an_end_are_errors(tmp_path):
     assert "is not valid YAML: 'utf-8' codec" in refusal(path)
 
 
-@pytest.mark.parametrize(("name", "text"), [("missing.yaml", "No such file"), (".", "Is a directory")])
-def test_a_file_that_cannot_be_read_is_an_error(name, text, tmp_path):
-    assert text in refusal(tmp_path / name)
-
-
-def test_merged_mappings_may_change_a_key(run_file):
-    config = load_run(run_file("eval: &e {every: 1, sequences: 2}\n"))
-    assert config.eval.every == 1
-    text = "optimizer:\n  options: &o {eps: 1e-6}\nschedule:\n  options:\n    <<: *o\n    eps: 1e-3\n"
-    assert load_run(run_file(text)).schedule.options == {"eps": 1e-3}
-
-
 # -- values
 
 
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        ("stratgy: ddp", "stratgy: unknown key. Did you mean 'strategy'?"),
-        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: groups, lr, name, "),
-        ("data: {corpsu: x}", "data.corpsu: unknown key. Did you mean 'corpus'?"),
-    ],
-)
-def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line, run_file):
-    text = refusal(run_file(more))
-    assert f"\n  {line}" in text
-    assert "Allowed: " in text
-
-
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
+        ("stratgy: ddp", "stratgy: unknown key. Did you mean 'strategy'? Allowed: "),
+        ("data: {corpsu: x}", "data.corpsu: unknown key. Did you mean 'corpus'? Allowed: "),
         ("objective: gpro", "objective: there is no objective 'gpro'. Did you mean 'grpo'?"),
-        ("objective: {label_smoothing: 0.1}", "objective: {'label_smoothing': 0.1} is no objective. Give a name ("),
-        ("objective: {name: cross_entropy, z_los: 1}", "objective: objective 'cross_entropy' is not valid:"),
         ("objective: os.system", "objective: 'os.system' is no"),
         ("steps: 0", "steps: Input should be greater than or equal to 1 (got 0)"),
-        ("steps: ten", "steps: Input should be a valid integer (got 'ten')"),
-        ("batch_size: 2.5", "batch_size: Input should be a valid integer (got 2.5)"),
-        ("data: {corpus: ' '}", "data.corpus: names no files"),
-        ("seed: -1", "seed: Input should be greater than or equal to 0 (got -1)"),
         ("seed: 9223372036854775808", "seed: Input should be less than 9223372036854775808"),
         ("optimizer: {lr: .inf}", "optimizer.lr: Input should be a finite number (got inf)"),
         ("grad_norm_type: .nan", "grad_norm_type: Input should be greater than 0 (got nan)"),
-        ("steps: 9223372036854775808", "steps: Input should be less than 2147483648"),
         ('output_dir: "a\\0b"', "output_dir: is no path"),
         (f"resume: {'a' * 300}", "resume: is too long for a path"),
         ("data: {cache_dir: ~nobody_here/x}", "data.cache_dir: names the home directory of a user who is unknown here"),
-        ("schedule: {warmup_steps: 11}", "as a whole: schedule.warmup_steps=11 is more than steps=10"),
         ("epochs: 2", "as a whole: give either steps or epochs"),
         ("schedule: {warmup_steps: 2, warmup_ratio: 0.1}", "schedule: warmup_steps=2 and warmup_ratio=0.1 say"),
         ("on_bad_step: rewind", "as a whole: on_bad_step=rewind needs checkpoints to go back to"),
-        ("on_bad_step: retry", "on_bad_step"),
-        ("on_bad_step: {do: skip, deviations: 0}", "on_bad_step"),
         ("on_bad_step: {do: skip, window: 5}", "on_bad_step"),
         ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
-        (
-            "eval: {every: 2, early_stopping: {set: wiki}}",
-            "as a whole: eval.early_stopping.set='wiki' is no set of this run. Known: held_out",
-        ),
         (
             "checkpoint: {keep_best: {set: wiki}}\ndata: {eval_sets: {news: {files: a.txt}}}",
             "as a whole: checkpoint.keep_best.set='wiki' is no set of this run. Known: held_out, news",
@@ -246,28 +182,12 @@ def test_a_bad_value_is_an_error_that_names_key_rule_and_value(more, line, run_f
     ("model", "text"),
     [
         ("{}", "model: give either model_type"),
-        ("{model_type: llama, path: x}", "model: give either model_type"),
-        ("{path: 5}", "model: path must be a string, not 5"),
         ("{model_type: [llama]}", "model: model_type must be a string, not ['llama']"),
         ("llama", "model: Input should be a valid dictionary (got 'llama')"),
     ],
 )
 def test_a_model_needs_exactly_one_source(model, text, run_file):
     assert text in refusal(run_file(base=f"model: {model}\nsteps: 1\nbatch_size: 1\n"))
-
-
-def test_every_missing_key_is_told_at_once(run_file):
-    text = refusal(run_file("strategy: ddp", base=""))
-    for key in ("model", "batch_size"):
-        assert f"\n  {key}: required, but not given." in text
-    assert refusal(run_file("tp_size: 0\ncp_size: 0\nstratgy: x\n")).count("\n") == 3
-
-
-def test_a_run_is_frozen(run_file):
-    config = load_run(run_file("on_bad_step: skip"))
-    assert config.bad_steps == BadStepConfig(do="skip")
-    with pytest.raises(ValueError):
-        config.steps = 3
 
 
 @pytest.mark.parametrize(
@@ -291,24 +211,18 @@ def test_the_run_written_beside_its_results_reads_back_as_the_same_run(more, run
 # -- ranks
 
 
-@pytest.mark.parametrize(
-    ("sizes", "claims", "accelerators", "expected"),
-    [
+def test_ranks_of_a_node_follow_from_sizes_and_devices():
+    for sizes, claims, accelerators, expected in (
         ({}, {"dp_shard"}, 0, 4),
         ({}, {"dp_shard"}, 8, 8),
-        ({}, {"dp_replicate"}, 2, 2),
         ({}, set(), 8, 1),
         ({"tp_size": 3}, {"dp_shard", "tp"}, 8, 6),
-        ({"tp_size": 16}, {"dp_shard", "tp"}, 8, 16),
         ({"dp_size": 2}, {"dp_shard"}, 8, 2),
         ({"dp_size": 2, "pp_size": 2}, {"dp_shard"}, 0, 4),
-        ({"pp_size": 2}, {"pp"}, 8, 2),
         ({"nproc": 3, "dp_size": 2}, {"dp_shard"}, 8, 3),
-    ],
-)
-def test_ranks_of_a_node_follow_from_sizes_and_devices(sizes, claims, accelerators, expected):
-    config = RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **sizes)
-    assert config.processes(frozenset(claims), accelerators) == expected
+    ):
+        config = RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **sizes)
+        assert config.processes(frozenset(claims), accelerators) == expected
 
 
 # -- schema
@@ -338,21 +252,15 @@ def test_the_examples_are_valid_and_the_schema_accepts_them(path):
     [
         ({}, True),
         ({"strategy": "ddp", "strategy_config": {"bucket_cap_mb": 5}}, True),
-        ({"strategy": "ddp", "strategy_config": {"defer_fsdp_grad_sync": True}}, False),
         ({"strategy": "fsdp", "strategy_config": {"bucket_cap_mb": 5}}, False),
         ({"objective": "gpro"}, False),
-        ({"objective": "mine.objective"}, False),
         ({"objective": {"name": "cross_entropy", "label_smoothing": 0.1}}, True),
-        ({"objective": {"name": "cross_entropy", "label_smoothing": 2}}, False),
         ({"objective": {"name": "cross_entropy", "clip_low": 0.1}}, False),
         ({"objective": {"name": "mine.Objective", "clip_low": 0.1}}, False),
-        ({"objective": {"label_smoothing": 0.1}}, False),
         # fsdp2 is the default
         ({"strategy_config": {"bucket_cap_mb": 5}}, False),
         ({"strategy_config": {"reduce_dtype": "float64"}}, True),
-        ({"strategy": "single", "strategy_config": {"x": 1}}, False),
         ({"optimizer": {"learning_rate": 1}}, False),
-        ({"tp_size": 0}, False),
     ],
 )
 def test_the_schema_knows_the_keys_and_the_options_of_each_strategy(changes, accepted):
@@ -400,22 +308,14 @@ def registry_of(**configs: Any) -> Registry:
 
 def test_classes_of_one_name_in_two_strategies_are_kept_apart_in_the_schema():
     schema = run_schema(registry_of(first=OneConfig, second=two_configs()[1]))
-    for strategy, key, accepted in (
-        ("first", "one", True),
-        ("first", "two", False),
-        ("second", "two", True),
-        ("second", "one", False),
-    ):
+    for strategy, key in (("first", "one"), ("first", "two"), ("second", "two"), ("second", "one")):
+        accepted = (strategy, key) in (("first", "one"), ("second", "two"))
         assert valid(run_with(strategy=strategy, strategy_config={"inner": {key: 1}}), schema) is accepted
 
 
-def test_the_schema_knows_the_options_of_wrapping_strategies():
-    schema = run_schema(registry_of(wrapping=OneConfig))
+def test_the_schema_has_wrapping_strategies_and_is_whole_though_json_cannot_describe_a_config():
+    schema = run_schema(registry_of(opaque=Opaque, first=OneConfig, wrapping=OneConfig))
     assert valid(run_with(wrapper_config={"wrapping": {"inner": {"one": 2}}}), schema)
     assert not valid(run_with(wrapper_config={"wrapping": {"innner": {}}}), schema)
-
-
-def test_a_config_that_json_cannot_describe_leaves_the_rest_of_the_schema_whole():
-    schema = run_schema(registry_of(opaque=Opaque, first=OneConfig))
     assert valid(run_with(strategy="opaque", strategy_config={"anything": 1}), schema)
     assert not valid(run_with(strategy="first", strategy_config={"anything": 1}), schema)

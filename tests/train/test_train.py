@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from support.checkpoints import step_directory
 
 from meshwright import (
-    Checkpointer,
     DataError,
     Loop,
     StepResult,
@@ -23,19 +17,16 @@ from meshwright import (
     fit,
     get_registry,
     hookimpl,
-    load_checkpoint,
 )
-from meshwright.events.step import MEASURED
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright.train.loop.batches import step_seed
 from meshwright.train.loop.step import train_step
-from meshwright_run.report import Reporter, draw_loss_curve
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_testing import pool
 from meshwright_testing.case import share
-from meshwright_testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright_testing.parity import build_manager
 
 STEPS = 6
 
@@ -126,41 +117,7 @@ def test_evaluation_draws_no_dropout(sizes: dict[str, int]) -> None:
 # -- report
 
 
-def _result(step: int, **changes: Any) -> StepResult:
-    values = {"steps": 3, "loss": 2.5 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "num_tokens": 100}
-    return StepResult(**{"step": step, "seconds": 0.5, "rank": 0, **values, **changes})
-
-
-def test_reporter_writes_a_line_of_json_per_step_and_prints_where_no_bar_fits(tmp_path: Path) -> None:
-    screen = StringIO()
-    with Reporter(tmp_path / "m.jsonl", log_every=2, console=Console(file=screen, width=200)) as reporter:
-        for step in (1, 2, 3):
-            reporter.on_step_end(_result(step, evaluations={"held_out": 0.7} if step == 3 else {}))
-    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 3]
-    assert records[1]["loss"] == 1.25
-    assert records[1]["tokens_per_second"] == 200.0
-    assert ["held_out_loss" in r for r in records] == [False, False, True]
-    assert [line.split()[1] for line in screen.getvalue().splitlines()] == ["1/3", "2/3", "3/3"]
-    assert "held-out 0.700000" in screen.getvalue()
-    screen = StringIO()
-    console = Console(file=screen, width=120, force_terminal=True)
-    with Reporter(tmp_path / "m.jsonl", log_every=1, console=console) as reporter:
-        reporter.on_step_end(_result(2))
-    assert all(text in screen.getvalue() for text in ("2/3", "loss 1.25", "tokens/s"))
-
-
-def test_loss_curve_is_a_picture_that_shows_the_losses(tmp_path: Path) -> None:
-    from matplotlib import image
-
-    draw_loss_curve([_result(1), _result(2), _result(3, evaluations={"held_out": 1.0})], tmp_path / "full.png")
-    draw_loss_curve([_result(1)], tmp_path / "short.png")
-    full, short = (image.imread(tmp_path / name) for name in ("full.png", "short.png"))
-    assert full.shape == short.shape
-    assert (full != short).any()
-
-
-def _drawn(*, ahead: bool) -> tuple[list[Any], list[float]]:
+def _drawn(*, ahead: bool) -> list[Any]:
     """What happened in which order, and losses that depend on random numbers of the data and of dropout."""
     case, told = Case(), []
     manager = build_manager("ddp", {}, {}, case)
@@ -191,95 +148,22 @@ def _drawn(*, ahead: bool) -> tuple[list[Any], list[float]]:
     run = functools.partial(fit, manager, loop) if ahead else alone
     with registry.observing(Told()), pytest.raises(KeyError, match="no more data"):
         run()
-    return [each for each in told if isinstance(each, str)], [each for each in told if isinstance(each, float)]
+    return told
 
 
 def _both_ways() -> Any:
     return _drawn(ahead=True), _drawn(ahead=False)
 
 
-def test_a_step_that_is_begun_ahead_is_the_step_that_it_would_be() -> None:
-    for (order, losses), (plain_order, plain_losses) in pool(2).run(_both_ways):
-        assert losses == plain_losses
+def test_a_step_is_begun_before_the_one_before_it_is_told_and_is_the_step_that_it_would_be() -> None:
+    for ahead, plain in pool(2).run(_both_ways):
+        losses = [each for each in plain if isinstance(each, float)]
         # What fails in drawing the fourth batch leaves the third step whole.
-        assert len(losses) == 3
-        assert order == plain_order == [f"draw {step}" for step in range(4)]
-
-
-class _Order:
-    """A manager's methods, in the order in which they are asked for."""
-
-    def __init__(self, manager: StrategyManager) -> None:
-        self.manager, self.calls = manager, []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.manager, name)
-        if callable(found):
-            self.calls.append(name)
-        return found
-
-
-def _order() -> list[str]:
-    case = Case()
-    watched: Any = _Order(build_manager("ddp", {}, {}, case))
-    scheduler = _scheduler(watched.manager)
-    fit(watched, _loop(watched.manager, case, scheduler=scheduler, steps=2, held_out={}))
-    return watched.calls
-
-
-def test_the_next_step_is_announced_before_this_one_is_waited_for() -> None:
-    step = ["forward_backward", "clip_grad_norm", "read", "optimizer_step"]
-    expected = ["announce", *step[:2], "announce", *step[2:], *step]
-    assert pool(2).run(_order) == [expected] * 2
+        assert plain == ["draw 0", losses[0], "draw 1", losses[1], "draw 2", losses[2], "draw 3"]
+        assert ahead == ["draw 0", "draw 1", losses[0], "draw 2", losses[1], "draw 3", losses[2]]
 
 
 # -- the next step begins while this one computes
-
-
-def _in_part(strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str) -> tuple[Any, Any, Any]:
-    """A run with steps begun ahead, evaluated and saved in between; its end once more, from what was saved; and the run
-    with no step begun ahead. Of each its results, but for their times."""
-    case = Case(microbatches=2, sequences=16)
-    built = [build_with_optimizer(strategy, config, sizes, case) for _ in range(3)]
-    first, again, plain = (manager for manager, _ in built)
-    schedule = ScheduleConfig(name="linear", warmup_steps=2)
-    scheduler, later, steps = (build_scheduler(schedule, optimizer, STEPS) for _, optimizer in built)
-
-    with Checkpointer(first, directory, asynchronous=False) as checkpointer:
-        saving = {"checkpointer": checkpointer, "save_every": 3}
-        whole = fit(first, _loop(first, case, scheduler=scheduler, eval_every=2, seed=1, **saving))
-    manifest = load_checkpoint(again, step_directory(Path(directory), 3), scheduler=later)
-    part = fit(again, _loop(again, case, scheduler=later, eval_every=2, seed=1).going_on(manifest))
-    loop = _loop(plain, case, scheduler=steps, seed=1)
-    alone = [train_step(plain, loop, step) for step in range(STEPS)]
-
-    def told(results: list[StepResult], *without: str) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in vars(each).items() if key not in {*MEASURED, *without}} for each in results
-        ]
-
-    weights, others = full_weights(first), full_weights(again)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    return told(whole), told(part), (told(whole, "evaluations"), told(alone, "evaluations"))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "config", "sizes", "ranks"),
-    [
-        ("ddp", {}, {}, 2),
-        pytest.param("fsdp2", {}, {"tp_size": 2}, 4, marks=pytest.mark.slow),
-        pytest.param("fsdp2", {}, {"pp_size": 2}, 4, marks=pytest.mark.slow),
-        pytest.param("megatron_fsdp", {}, {}, 4, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_whose_steps_begin_ahead_goes_on_where_it_was_and_is_the_run_with_none_ahead(
-    strategy: str, config: dict[str, Any], sizes: dict[str, int], ranks: int, tmp_path: Path
-) -> None:
-    for whole, part, (ahead, alone) in pool(ranks).run(_in_part, strategy, config, sizes, str(tmp_path)):
-        assert len({each["num_tokens"] for each in whole}) > 1
-        assert ["held_out" in each["evaluations"] for each in whole] == [False, True] * 3
-        assert part == whole[3:]
-        assert ahead == alone
 
 
 def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:

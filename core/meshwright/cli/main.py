@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from io import TextIOWrapper
+from textwrap import indent, wrap
 from typing import Annotated, Any
 
 import typer
@@ -25,8 +26,9 @@ from ..base.version import __version__
 from ..files.commands import told
 from ..files.terminal import escape_messages, say
 from ..files.versions import check_torch
+from ..mesh.sizes import CLAIMABLE_AXES
+from ..strategy.contract import StrategySpec
 from ..strategy.registry import Failure, Registry, get_registry
-from .listing import strategies
 
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
 COMMANDS_OF = {
@@ -119,6 +121,32 @@ def _output_failed(error: OSError) -> int:
     with suppress(OSError):
         say(f"error: the output cannot be written: {error.strerror}.\n", stderr=True)
     return 1
+
+
+def strategies() -> None:
+    """List the strategies: installed, broken (with the reason), and installable."""
+    registry = get_registry()
+    blocks = [_block(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
+    for title, lines in (
+        ("broken", [str(failure) for failure in registry.failures]),
+        ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
+    ):
+        if lines:
+            # Not wrapped, so that reasons and commands can be copied.
+            blocks.append("\n".join([f"{title}:", *(indent(line, "  ") for line in lines)]))
+    say("\n\n".join(blocks) + "\n")
+
+
+def _block(spec: StrategySpec, owner: str) -> str:
+    rows = {
+        "aliases": ", ".join(spec.aliases),
+        "shards": ", ".join(axis for axis in CLAIMABLE_AXES if axis in spec.axes) or "nothing",
+        "wraps": "another strategy" if spec.wraps else "",
+        "plugin": owner,
+    }
+    texts = [spec.summary, *(f"{label}: {text}" for label, text in rows.items() if text)]
+    lines = [line for text in texts for line in wrap(text, 76, break_long_words=False)]
+    return "\n".join([spec.name, *(f"    {line}" for line in lines)])
 
 
 def add_commands(app: typer.Typer, registry: Registry) -> None:

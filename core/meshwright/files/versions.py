@@ -6,6 +6,8 @@ import importlib.metadata
 import re
 import sys
 
+from packaging.version import Version
+
 from ..base.errors import StrategyError
 from .terminal import warn
 
@@ -21,7 +23,7 @@ def check_torch() -> None:
     except importlib.metadata.PackageNotFoundError:
         # No torch, or a source tree that is not installed: an import says so.
         return
-    if _numbers(installed) < _numbers(oldest):
+    if Version(installed).release[:2] < Version(oldest).release[:2]:
         raise StrategyError(
             f"torch {installed} is installed, and meshwright needs torch {oldest} or later. Install a newer one: "
             f"pip install 'torch>={oldest}'."
@@ -35,10 +37,6 @@ def oldest_torch() -> str:
         if found is not None:
             return found[1]
     return "0"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in re.findall(r"\d+", version.split("+")[0])[:2])
 
 
 def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:

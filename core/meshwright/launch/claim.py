@@ -38,9 +38,6 @@ class Claim:
     port: Callable[[], int]
     is_within: Callable[[Claim], bool] = lambda outer: False
 
-    def is_same(self, other: Claim) -> bool:
-        return (self.rank, self.size) == (other.rank, other.size)
-
 
 @dataclass(frozen=True)
 class Launcher:

@@ -75,13 +75,14 @@ def torchrun_variables(environment: Mapping[str, str], *, has_store: bool = Fals
             )
         return {}
     inner = claims[0]
+    same = [each for each in claims if (each.rank, each.size) == (inner.rank, inner.size)]
     for outer in claims[1:]:
-        if not (inner.is_same(outer) or inner.is_within(outer)):
+        if outer not in same and not inner.is_within(outer):
             raise _contradiction(inner.said, inner.launcher, inner.unset, outer)
     for name, value in (("RANK", inner.rank), ("WORLD_SIZE", inner.size)):
         if name in environment and number(environment, name) != value:
             raise _contradiction(f"{name}={environment[name]}", _BY_HAND, (name,), inner)
-    return _variables(environment, [each for each in claims if each.is_same(inner)], has_store=has_store)
+    return _variables(environment, same, has_store=has_store)
 
 
 def local_rank(devices: int) -> int:

@@ -16,12 +16,7 @@ from collections.abc import Callable, Mapping
 from ..base.errors import MeshError
 from .claim import DEFAULT_PORT, Claim, Launcher, number, require, said, spread
 
-_OPEN_MPI = (
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
+_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _MPICH = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _COUNTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """If one of these is set, PMIx is only how the processes of that launcher communicate."""
@@ -55,9 +50,7 @@ def _refuse_pmix(environment: Mapping[str, str]) -> None:
 
 
 OPEN_MPI = Launcher(
-    "Open MPI",
-    (*_OPEN_MPI, "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"),
-    _ask_open_mpi,
+    "Open MPI", (*_OPEN_MPI, "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"), _ask_open_mpi
 )
 MPICH = Launcher("MPICH or Intel MPI", (*_MPICH, "I_MPI_HYDRA_UUID"), _ask_mpich)
 PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_COUNTED), _refuse_pmix)

@@ -30,10 +30,7 @@ def _ask(environment: Mapping[str, str]) -> Claim | None:
     if size in (None, 1):
         return None
 
-    @cache
-    def meeting() -> tuple[str, int]:
-        return _meeting(rank)
-
+    meeting = cache(lambda: _meeting(rank))
     return Claim(
         RAY_TRAIN.name,
         f"ray.train.get_context() with rank {rank} of {size}",

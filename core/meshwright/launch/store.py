@@ -137,15 +137,13 @@ def register_one_machine() -> None:
 
 
 def _one_machine(parameters: Any) -> Any:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class OneMachine(RendezvousHandler):
+    class OneMachine(StaticTCPRendezvous):
         """One agent, which hosts the store for its ranks."""
 
-        use_agent_store = True
-
-        def __init__(self) -> None:
-            self._store: Any = None
+        _store: Any
 
         def get_backend(self) -> str:
             return ONE_MACHINE
@@ -155,22 +153,7 @@ def _one_machine(parameters: Any) -> Any:
                 self._store = host_store(LOOPBACK, 0, timeout_s=_AGENT_TIMEOUT_S)
             return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return str(parameters.run_id)
-
-        def shutdown(self) -> bool:
-            return True
-
-    return OneMachine()
+    return OneMachine(LOOPBACK, 0, rank=0, world_size=1, run_id=str(parameters.run_id), timeout=int(_AGENT_TIMEOUT_S))
 
 
 def keep_to_loopback() -> None:

@@ -27,7 +27,7 @@ from ..step.objective import Given, Tally, check_head, split_whole, tried
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.tokens import Ask, Outputs, Tokens, split_targets, targets
 from .row_loss import RowLoss, Run
-from .start import asks_for_router_loss
+from .start import asks_for_router_loss, forked_random_state
 
 _FEW_TOKENS = 8
 
@@ -229,11 +229,8 @@ class Forward:
 
     def rehearse(self, microbatch: Batch, complete: Complete = lambda batch: batch) -> None:
         """Run the forward of a microbatch without gradients, side effects, and logits if possible. Collective."""
-        device = self._mesh.device
-        devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
-        drawing = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
         try:
-            with drawing, torch.no_grad():
+            with forked_random_state(), torch.no_grad():
                 inputs, targets_BS = split_targets(complete(self.on_device(self.divide(microbatch))))
                 self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS.numel())
         finally:

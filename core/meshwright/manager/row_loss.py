@@ -22,6 +22,7 @@ from ..mesh.world import World
 from ..step.lm_head import DeferredLogits, RowHead, RowsError
 from ..step.rows import Rows, token_loss, token_statistics
 from ..step.tokens import Ask, target_loss_sum
+from .start import forked_random_state
 
 Run = Callable[[], Any]
 """Calls a model, and gives what it returns, with `logits`."""
@@ -61,9 +62,7 @@ class RowLoss:
 
         def alike() -> Any:
             # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-            with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
+            with forked_random_state():
                 return run()
 
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):

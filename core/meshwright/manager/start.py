@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -153,6 +154,13 @@ def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
             dist.broadcast(staged, group=group, group_src=0)
             tensor.data.copy_(staged)
     share_random_state(mesh)
+
+
+def forked_random_state() -> AbstractContextManager[None]:
+    """Restore the random state of the CPU and of the current accelerator when the context is left."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    return torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type)
 
 
 def share_random_state(mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ..base.validation import validated
 from ..files.terminal import warn
 from ..launch.open_world import open_world
 from ..mesh.mesh import Mesh, as_mesh, degrees_of
-from ..mesh.sizes import MeshSizes
+from ..mesh.sizes import Degrees, MeshSizes
 from ..mesh.world import World
 from ..model.adapter import Base, fingerprint_of
 from ..model.adapter_options import AdapterOptions, InjectedByOthers, adapt, adapter_options
@@ -96,8 +96,7 @@ def from_pretrained(
         MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
             model.
     """
-    place = _Place(device, world, device_mesh, moe_mesh)
-    manager = _manager(strategy, sizes, config, wrapper_config, place)
+    manager = _manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
     wanted = Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
     manager.parallelize(*opened(manager.mesh.world, wanted))
     return manager
@@ -141,7 +140,7 @@ def from_config(
         model, weights = new_model_on_meta(given, wanted, seed, init=init)
         return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
-    manager = _manager(strategy, sizes, config, wrapper_config, _Place(device, world, device_mesh, moe_mesh))
+    manager = _manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
     joined = manager.mesh.world
     adapters = joined.together(lambda: None if peft is None else adapter_options(peft, where="peft"))
     manager.parallelize(*joined.together(build))
@@ -212,59 +211,49 @@ def base_at(path: str | Path, directory: Path, *, allow_pickle: bool = False) ->
     return Base(named, commit, fingerprint_of(directory, allow_pickle=allow_pickle))
 
 
-class _Place(NamedTuple):
-    """Arguments of `from_pretrained` that select ranks and devices."""
-
-    device: str | torch.device | None
-    world: World | None
-    device_mesh: Mesh | DeviceMesh | None
-    moe_mesh: DeviceMesh | None
-
-    def open(self) -> World:
-        """Join or start the world. Collective."""
-        given = self.device_mesh
-        if given is None:
-            if self.moe_mesh is not None:
-                raise MeshError("moe_mesh is the mesh for experts beside device_mesh, which is missing. Give both.")
-            return self.world or open_world(self.device)
-        if self.world is not None or self.device is not None:
-            name = "device" if self.world is None else "world"
-            raise MeshError(f"device_mesh and {name} both say where the model is to be. Leave {name} out.")
-        degrees_of(given, self.moe_mesh)
-        return given.world if isinstance(given, Mesh) else open_world(given.device_type)
-
-    def sizes(self, sizes: Sizes, claims: Collection[str]) -> MeshSizes:
-        """Return the sizes of the mesh; refuse those that `device_mesh` does not have."""
-        wanted = validated(MeshSizes, sizes, where="the call")
-        if self.device_mesh is None:
-            return wanted
-        degrees = degrees_of(self.device_mesh, self.moe_mesh)
-        axes = ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
-        known = {f"{axis}_size": getattr(degrees, axis) for axis in axes}
-        for name, size in sizes.items():
-            if size not in (None, known[name]):
-                raise MeshError(f"{name}={size}, but device_mesh has {known[name]}. Leave {name} out.")
-        if "dp_shard" not in claims or (sizes.get("dp_replicate_size") is None and degrees.dp_replicate == 1):
-            del known["dp_replicate_size"]
-        return MeshSizes(**known)
-
-
 def _manager(
     strategy: str | None,
     sizes: Sizes,
     config: Mapping[str, Any] | BaseModel | None,
     wrapper_config: Mapping[str, Mapping[str, Any]] | None,
-    place: _Place,
+    device: str | torch.device | None,
+    world: World | None,
+    given: Mesh | DeviceMesh | None,
+    moe_mesh: DeviceMesh | None,
 ) -> StrategyManager:
-    joined, given = place.open(), place.device_mesh
+    """Build the manager on a mesh that is given, or on the world that is given, joined or started. Collective."""
+    known: Degrees | None = None
+    if given is None:
+        if moe_mesh is not None:
+            raise MeshError("moe_mesh is the mesh for experts beside device_mesh, which is missing. Give both.")
+        joined = world or open_world(device)
+    else:
+        if world is not None or device is not None:
+            name = "device" if world is None else "world"
+            raise MeshError(f"device_mesh and {name} both say where the model is to be. Leave {name} out.")
+        known = degrees_of(given, moe_mesh)
+        joined = given.world if isinstance(given, Mesh) else open_world(given.device_type)
 
     def resolved() -> Any:
         name = strategy or (strategy_of(config) if isinstance(config, BaseModel) else "fsdp2")
-        wanted = place.sizes(sizes, get_strategy(name).axes)
+        claims, wanted = get_strategy(name).axes, validated(MeshSizes, sizes, where="the call")
+        if known is not None:
+            wanted = _sizes_of(known, sizes, claims)
         return resolve(name, wanted, joined.size, config=config, wrapper_config=wrapper_config)
 
     stack, degrees = joined.together(resolved)
-    return stack.build(Mesh(degrees, joined) if given is None else as_mesh(given, stack.claims, place.moe_mesh))
+    return stack.build(Mesh(degrees, joined) if given is None else as_mesh(given, stack.claims, moe_mesh))
+
+
+def _sizes_of(degrees: Degrees, sizes: Sizes, claims: Collection[str]) -> MeshSizes:
+    """Return the sizes of a mesh with these degrees; refuse other ones."""
+    known = {f"{axis}_size": getattr(degrees, axis) for axis in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")}
+    for name, size in sizes.items():
+        if size not in (None, known[name]):
+            raise MeshError(f"{name}={size}, but device_mesh has {known[name]}. Leave {name} out.")
+    if "dp_shard" not in claims or (sizes.get("dp_replicate_size") is None and degrees.dp_replicate == 1):
+        del known["dp_replicate_size"]
+    return MeshSizes(**known)
 
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:

@@ -6,8 +6,8 @@ Checkpoints hold the averages by name, so that any other layout can load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from ...base.errors import StrategyError
@@ -70,12 +70,10 @@ class EMA(LoopExtension):
                 updates += 1
             averages.counts[0], averages.counts[1] = steps, updates
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Put the averages, rounded to the dtypes of the parameters, in the place of the weights, which come back bit
         for bit. Not for training. Collective."""
-        with self._manager.averaged():
-            yield
+        return self._manager.averaged()
 
     def evaluate(self, losses: Callable[[], dict[str, float]]) -> dict[str, float]:
         if not self.config.evaluate:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..._compat.torch import is_profiled, marked
+from ..._compat.torch import marked
 from ...base.errors import NotFiniteError, TrainingError
 from ...events.step import MARK, StepResult
 from ...strategy.contract import StrategyManager
@@ -211,7 +211,7 @@ class Stopwatch:
         self._spans: list[tuple[str, Any, Any]] = []
         self._began = self._since = clock()
         self._event: Any = None
-        self._mark: AbstractContextManager[object] | None = None
+        self._mark = ExitStack()
 
     def begin(self, step: int = 0, part: str = "data") -> None:
         """Begin a step, counted from 1, and its first part."""
@@ -242,11 +242,9 @@ class Stopwatch:
 
     def _marks(self, part: str | None) -> None:
         # A step that has failed leaves its last mark open; the next one closes it.
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-        self._mark = marked_part(part) if part is not None and is_profiled() else None
-        if self._mark is not None:
-            self._mark.__enter__()
+        self._mark.close()
+        if part is not None:
+            self._mark.enter_context(marked_part(part))
 
     def take(self) -> dict[str, float]:
         """Return the seconds by part that are known by now; see [Note: device times]."""
