@@ -39,6 +39,12 @@ def test_fields_and_defaults_are_those_of_the_references() -> None:
 
 
 ZERO1 = {"use_distributed_optimizer": True}
+OF_MEGATRON_FSDP = {
+    **dict.fromkeys(("gradient_reduce_div_fusion", "preserve_fp32_weights"), False),
+    **dict.fromkeys(("keep_fp8_transpose_cache", "fsdp_double_buffer"), True),
+    **dict.fromkeys(("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"), "optim"),
+    "suggested_communication_unit_size": 5,
+}
 FP32_SUMS = {"reduce_scatter_with_fp32_accumulation": True}
 
 
@@ -82,13 +88,7 @@ FP32_SUMS = {"reduce_scatter_with_fp32_accumulation": True}
         ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "mxfp8, which Transformer Engine brings"),
         ({"nccl_ub": True}, "Megatron's allocator"),
         ({"disable_symmetric_registration": True}, "nccl_ub"),
-        ({"data_parallel_sharding_strategy": "optim"}, "Set use_megatron_fsdp=true"),
-        ({"gradient_reduce_div_fusion": False}, "Set use_megatron_fsdp=true"),
-        ({"suggested_communication_unit_size": 5}, "Set use_megatron_fsdp=true"),
-        ({"preserve_fp32_weights": False}, "Set use_megatron_fsdp=true"),
-        ({"keep_fp8_transpose_cache": True}, "Set use_megatron_fsdp=true"),
-        ({"fsdp_double_buffer": True}, "Set use_megatron_fsdp=true"),
-        ({"outer_dp_sharding_strategy": "optim"}, "Set use_megatron_fsdp=true"),
+        *(({name: value}, "Set use_megatron_fsdp=true") for name, value in OF_MEGATRON_FSDP.items()),
     ],
 )
 def test_what_does_not_go_together_or_is_missing_is_refused_with_the_remedy(options: dict[str, Any], text: str) -> None:

@@ -58,12 +58,6 @@ def test_the_layout_is_the_references(
     assert (layout.buckets, layout.unpadded) == (buckets, unpadded)
 
 
-def test_parameters_start_where_the_reference_starts_them() -> None:
-    for numels, starts in (([97, 103], {0, 128}), ([16, 4], {0, 64})):
-        layout = bucket_layout(numels, bucket_size=None, dp_size=2, distributed_optimizer=True)
-        assert {start for start, _, _ in layout.param_ranges} == starts
-
-
 def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert [default_bucket_size(ranks) for ranks in (1, 40, 41, 1000)] == [4 * 10**7, 4 * 10**7, 4.1 * 10**7, 10**9]
 

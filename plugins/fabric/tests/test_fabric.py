@@ -82,10 +82,10 @@ def _launched(layout: Layout, **options: Any) -> Fabric:
     return fabric
 
 
-def _set_up(layout: Layout, *, seed: int = 0, late: bool = False) -> tuple[Fabric, Any, Any]:
+def _set_up(layout: Layout, *, late: bool = False) -> tuple[Fabric, Any, Any]:
     """Fabric with the case's model and an optimizer of two groups, made before the model is set up, or after."""
     fabric = _launched(layout)
-    model = case_model("llama", tied=False, seed=seed, dtype=torch.float64)
+    model = _new_model()
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
         norms = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
@@ -120,50 +120,18 @@ def _outcome(layout: Layout, late: bool) -> Outcome:
     return Outcome(losses, norms, [], full_weights(fabric.strategy.manager))
 
 
-@pytest.mark.parametrize("name", [each if each == "tp" else pytest.param(each, marks=slow) for each in LAYOUTS])
-def test_fabric_trains_as_one_process(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [
+        ("tp", False),
+        *(pytest.param(name, False, marks=slow) for name in LAYOUTS if name != "tp"),
+        *(pytest.param(name, True, marks=slow) for name in ("tp", "pp")),
+    ],
+)
+def test_fabric_trains_as_one_process(name: str, late: bool) -> None:
     layout = LAYOUTS[name]
-    found = difference(pool(layout[0]).run(_outcome, layout, False), reference(GROUPS))
+    found = difference(pool(layout[0]).run(_outcome, layout, late), reference(GROUPS))
     assert found.worst <= 1e-9, found
-
-
-@slow
-@pytest.mark.parametrize("name", ["tp", "pp"])
-def test_an_optimizer_made_after_the_model_is_set_up_is_the_same(name: str) -> None:
-    layout = LAYOUTS[name]
-    found = difference(pool(layout[0]).run(_outcome, layout, True), reference(GROUPS))
-    assert found.worst <= 1e-9, found
-
-
-def _save_after_two(layout: Layout, path: str) -> list[float]:
-    fabric, model, optimizer = _set_up(layout)
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    _train(fabric, model, optimizer, range(2))
-    schedule.step()
-    fabric.save(path, {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 7, "unread": [1]})
-    return _train(fabric, model, optimizer, range(2, 4))[0]
-
-
-def _resume(layout: Layout, path: str) -> tuple[list[float], Any, int, dict[str, Any]]:
-    fabric, model, optimizer = _set_up(layout, seed=5)
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    _train(fabric, model, optimizer, range(1))
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
-    left = fabric.load(path, state)
-    losses = _train(fabric, model, optimizer, range(2, 4))[0]
-    return losses, state["epoch"], schedule.last_epoch, {**left, "steps": fabric.strategy.steps}
-
-
-@slow
-@pytest.mark.parametrize(("before", "after"), [("fsdp2", "tp"), ("tp", "ddp"), ("pp", "fsdp2"), ("ddp", "single")])
-def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    first, second = LAYOUTS[before], LAYOUTS[after]
-    expected = pool(first[0]).run(_save_after_two, first, path)[0]
-    for losses, epoch, last_epoch, left in pool(second[0]).run(_resume, second, path):
-        assert losses == pytest.approx(expected, abs=1e-9)
-        assert (epoch, last_epoch) == (7, 1)
-        assert left == {"unread": [1], "steps": 4}
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -173,35 +141,40 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list[float], Any]:
-    """A run of two groups, of which stages have one: whole, with a checkpoint after two steps, or from there."""
+def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list[float], dict[str, Any]]:
+    """Train with two groups, of which stages have one: all steps with a checkpoint after two, or those after it."""
     fabric = _launched(layout)
-    model = case_model("llama", tied=False, seed=0, dtype=torch.float64)
+    model = case_model("llama", tied=False, seed=steps.start, dtype=torch.float64)
     ends, *rest = model.parameters()
     groups = [{"params": [ends], "lr": 1e-3}, {"params": rest}]
     model, optimizer = fabric.setup(model, torch.optim.AdamW(groups, lr=1e-2))
     schedule = SCHEDULES[kind](optimizer)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "seen": torch.tensor(len(steps))}
-    if steps.start:
-        fabric.load(path, state)
+    left = fabric.load(path, state) if steps.start else {}
     losses = []
     for step in steps:
         losses += _train(fabric, model, optimizer, range(step, step + 1))[0]
         schedule.step(*losses[-1:] if kind == "of the loss" else [])
         if step == 1:
-            fabric.save(path, state)
-    return losses, state["seen"]
+            fabric.save(path, {**state, "epoch": 7})
+    return losses, {**left, "seen": int(state["seen"]), "steps": fabric.strategy.steps}
 
 
 @slow
-@pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize(("before", "after"), [("single", "pp"), ("pp", "fsdp2")])
-def test_a_schedule_goes_on_where_ranks_have_other_groups(kind: str, before: str, after: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("fsdp2", "tp", "steps"),
+        ("ddp", "single", "of its start"),
+        *((before, after, kind) for before, after in (("single", "pp"), ("pp", "fsdp2")) for kind in SCHEDULES),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, kind: str, tmp_path: Path) -> None:
     first, second, path = LAYOUTS[before], LAYOUTS[after], str(tmp_path / "checkpoint")
     expected = pool(first[0]).run(_scheduled, first, kind, path, range(5))[0][0]
-    for losses, seen in pool(second[0]).run(_scheduled, second, kind, path, range(2, 5)):
+    for losses, found in pool(second[0]).run(_scheduled, second, kind, path, range(2, 5)):
         assert losses == pytest.approx(expected[2:], abs=1e-9)
-        assert torch.equal(seen, torch.tensor(5))
+        assert found == {"epoch": 7, "seen": 5, "steps": 5}
 
 
 def _wants_more(layout: Layout, path: str) -> tuple[str, bool]:

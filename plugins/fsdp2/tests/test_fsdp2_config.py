@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -15,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from meshwright import ConfigError, MeshSizes, resolve
 from meshwright_fsdp2 import FSDP2Config
 from meshwright_fsdp2.unit_options import mixed_precision, offload
-from meshwright_run.run_file import load_run
 
 CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, True)
@@ -124,40 +120,3 @@ def test_a_target_of_another_class_is_refused_when_the_policy_is_made() -> None:
     config = FSDP2Config(mp_policy={"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1})
     with pytest.raises(ConfigError, match="is no MixedPrecisionPolicy"):
         mixed_precision(config)
-
-
-@pytest.mark.slow
-def test_policies_of_a_run_file_are_validated_without_torch_and_fit_the_schema(tmp_path: Any) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "model: {model_type: llama}\nsteps: 1\nbatch_size: 4\nstrategy: fsdp2\nstrategy_config:\n"
-        f"  mp_policy: {{_target_: {TARGET}, param_dtype: bfloat16, reduce_dtype: float32}}\n"
-        "  offload_policy: {pin_memory: false}\n  autocast_dtype: bfloat16\n  reshard_after_forward: 2\n"
-    )
-    options = load_run(file).strategy_config
-    jsonschema.validate(options, FSDP2Config.model_json_schema(), cls=jsonschema.Draft202012Validator)
-    code = (
-        "import sys\nfrom meshwright_run.run_file import load_run\nfrom meshwright_fsdp2 import FSDP2Config\n"
-        f"FSDP2Config(**load_run({str(file)!r}).strategy_config)\nsys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "accepted"),
-    [
-        ({"mp_policy": {"param_dtype": "torch.bfloat16"}}, True),
-        ({"mp_policy": {"param_dtype": "bf16"}}, False),
-        ({"mp_policy": {"param": "bfloat16"}}, False),
-        ({"mp_policy": {"_target_": "mine.Policy", "anything": 1}}, True),
-        ({"offload_policy": {"pin_memory": 3}}, False),
-        ({"reshard_after_forward": 4}, True),
-        ({"reshard_after_forward": 1}, False),
-        ({"reshard_after_forward": True}, True),
-        ({"activation_checkpointing": "selective"}, True),
-        ({"activation_checkpointing": "half"}, False),
-    ],
-)
-def test_the_schema_tells_editors_the_same(options: dict[str, Any], accepted: bool) -> None:
-    schema = FSDP2Config.model_json_schema()
-    assert jsonschema.Draft202012Validator(schema).is_valid(options) is accepted

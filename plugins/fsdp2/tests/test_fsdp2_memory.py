@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
 
 import pytest
 import torch
-from support.measures import Held, Memory, measure_memory
-from support.steps import built, gradient_step
+from support.measures import Memory, measure_memory
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
 from meshwright.optim.build import optimizer_factory
-from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.models import tiny_model
 
 BLOCKS = 6
 VOCAB = 512
@@ -135,18 +130,3 @@ def test_a_rank_holds_its_share_and_at_the_peak_units_in_flight_and_activations(
         assert memory.after.gradients == whole // ranks
         assert memory.after.optimizer == 2 * whole // ranks + counters
         assert memory.after.other < 0.001 * whole
-
-
-def _uneven() -> Held:
-    manager: Any = built("fsdp2", {}, {}, Case())
-    return measure_memory(gradient_step(manager, Case(), 1), manager.model_parts, manager.optimizer).after
-
-
-@pytest.mark.slow
-def test_uneven_shards_are_at_most_padded_to_the_first_ranks() -> None:
-    shapes = [p.shape for p in tiny_model().parameters()]
-    padded = 8 * sum(math.ceil(shape[0] / 3) * shape[1:].numel() for shape in shapes)
-    for held in pool(3).run(_uneven):
-        assert held.parameters == padded
-        assert held.gradients <= padded
-        assert held.optimizer <= 2 * padded + 4 * len(shapes)

@@ -1,5 +1,4 @@
-"""Canaries: each adjustment of megatron-fsdp is still needed and still works. What stock calls get wrong is in
-test_megatron_fsdp_defects.py."""
+"""Canaries: each adjustment of megatron-fsdp still works."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.distributed_c10d import _coalescing_manager
-from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import StrategyError
 from meshwright.testing import Case
@@ -81,17 +78,6 @@ def _gathered() -> list[list[float]]:
 def test_collectives_on_a_cpu_are_done_when_they_return() -> None:
     for outputs in pool(2).run(_gathered):
         assert outputs == [[1.0, 1.0, 2.0, 2.0]] * 3
-
-
-def test_units_are_chosen_one_by_one() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    chosen = wrapping._Chosen("Unit", (), {"modules": (model[1],)})
-    assert [isinstance(module, chosen) for module in model] == [False, True]
-
-
-def test_tensors_are_found_in_the_outputs_of_transformers() -> None:
-    tensor = torch.zeros(1)
-    assert [each is tensor for each in wrapped.tensors_in(CausalLMOutput(logits=tensor))] == [True]
 
 
 def test_what_the_shorter_calls_of_the_package_leave_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,14 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
-from meshwright.base.errors import NotFiniteError
+from meshwright import ConfigError, MeshwrightError, model_layout
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.step.tokens import token_loss_sum
-from meshwright.tracing.collectives import measure_collectives
-from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
+from meshwright_megatron_fsdp import (
+    HAVE_NVFSDP,
+    MegatronFSDPConfig,
+    functions,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+)
 from meshwright_testing import pool
-from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.models import tiny_model
 
 slow = pytest.mark.slow
 
@@ -85,113 +90,67 @@ def test_a_loop_by_hand_equals_one_process_and_keeps_the_groups(options: dict[st
 AXES = ("data_parallel", "context_parallel", "tensor_parallel")
 
 
-def _acts(options: dict[str, Any], shape: tuple[int, ...], axes: tuple[str, ...]) -> dict[str, Any]:
-    """What a bfloat16 model's wrapper and optimizer hold, and what becomes of a backward and of infinite gradients."""
+def _asked(cases: list[dict[str, Any]], shape: tuple[int, ...], axes: tuple[str, ...]) -> list[Any]:
+    """What the function makes a manager with: options other than the defaults, and ranks of data and of tensors."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    model = tiny_model(seed=0).bfloat16()
-    try:
-        module, optimizer = nvfsdp_strategy_parallelize(model, mesh, _optimizer(model), **options)
-    except MeshwrightError as error:
-        return {"error": type(error).__name__}
-    assert optimizer is not None
-    buffer, ids = module.param_and_grad_buffer, torch.arange(12).view(2, 6)
-    widths: list[int] = []
-    handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: widths.append(a[-1].shape[-1]))
-    loss = token_loss_sum(module(input_ids=ids).logits, ids) * float("inf")
-    handle.remove()
-    traffic = measure_collectives(loss.backward)
-    try:
-        optimizer.step()
-        told = False
-    except NotFiniteError:
-        told = True
-    return {
-        "ranks": module.dist_index.get_dp_group().size(),
-        "units": len({group.fsdp_unit_id for group in buffer.parameter_groups} - {None}),
-        "width": widths[0],
-        "shards": module.ddp_config.data_parallel_sharding_strategy,
-        "sums": {str(group.main_grad_buffer.dtype) for group in buffer.parameter_groups},
-        "trains": {str(p.dtype) for group in optimizer.param_groups for p in group["params"]},
-        "in backward": len(traffic.of("reduce_scatter")) > 0,
-        "gathers ahead": module.ddp_config.overlap_param_gather,
-        "averages": module.ddp_config.average_in_collective,
-        "bucket": module.bucket_size,
-        "allocator": type(buffer.weight_alloc).__name__,
-        "told": told,
-    }
+    usual, found = MegatronFSDPConfig().to_dict(), []
 
+    class Noted(Exception):
+        pass
 
-PLAIN = {
-    "ranks": 2,
-    "units": 0,
-    "width": 52,
-    "shards": "optim_grads_params",
-    "sums": {"torch.bfloat16"},
-    "trains": {"torch.bfloat16"},
-    "in backward": True,
-    "gathers ahead": True,
-    "averages": False,
-    "bucket": 40_000_000,
-    "allocator": "StorageResizeBasedBucketAllocator",
-    "told": True,
-}
-OPTIM = {"data_parallel_sharding_strategy": "optim"}
+    def note(config: Any, mesh: Any) -> None:
+        changed = {name: value for name, value in config.to_dict().items() if value != usual[name]}
+        found.append((changed, mesh.degrees.dp, mesh.degrees.tp))
+        raise Noted
+
+    original, functions.MegatronFSDPManager = functions.MegatronFSDPManager, note
+    try:
+        for options in cases:
+            with suppress(Noted):
+                nvfsdp_strategy_parallelize(tiny_model(), mesh, **options)
+    finally:
+        functions.MegatronFSDPManager = original
+    return found
 
 
 BLOCKS = ["LlamaDecoderLayer"]
+SWITCHES = (
+    "grad_reduce_in_fp32 preserve_fp32_weights average_in_collective disable_bucketing calculate_per_token_loss "
+    "nccl_ub fsdp_double_buffer"
+)
+PLAIN = {
+    "megatron_fsdp_unit_modules": ["transformers.models.llama.modeling_llama.LlamaForCausalLM"],
+    "data_parallel_sharding_strategy": "optim_grads_params",
+}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"nvfsdp_unit_modules": None}, {}),
-    ({"nvfsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, {"units": 6}),
+    ({}, {}),
+    ({"nvfsdp_unit_modules": BLOCKS}, {"megatron_fsdp_unit_modules": BLOCKS}),
     ({"data_parallel_sharding_strategy": "grads_params"}, {}),
-    (OPTIM | {"overlap_grad_reduce": False}, {"shards": "optim", "in backward": False}),
-    (OPTIM | {"overlap_param_gather": False}, {"shards": "optim", "gathers ahead": False}),
-    ({"grad_reduce_in_fp32": True}, {"sums": {"torch.float32"}}),
-    ({"preserve_fp32_weights": True}, {"trains": {"torch.float32"}}),
-    ({"check_for_nan_in_grad": False}, {"told": False}),
-    ({"average_in_collective": True}, {"averages": True}),
-    ({"disable_bucketing": True}, {"bucket": None}),
-    (
-        {"fsdp_double_buffer": True, "nvfsdp_unit_modules": BLOCKS},
-        {"allocator": "FixedPoolAllocator", "units": 3},
+    ({"init_nvfsdp_with_meta_device": True}, {"init_fsdp_with_meta_device": True}),
+    ({"check_for_nan_in_grad": False}, {"check_for_nan_in_grad": False}),
+    *((each, each) for each in ({name: True} for name in SWITCHES.split())),
+    *(
+        ({"data_parallel_sharding_strategy": "optim", name: False},) * 2
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
     ),
 ]
-REFUSED = {
-    "init_nvfsdp_with_meta_device": "ModelError",
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": "ConfigError",
-    "nccl_ub": "StrategyError",
-}
-
-
-def _all_act(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [_acts(options, (2, 1, 1), AXES) for options in cases]
 
 
 @slow
-def test_each_argument_acts() -> None:
-    found = pool(2).run(_all_act, [options for options, _ in CASES])
-    assert found == [[PLAIN | changes for _, changes in CASES]] * 2
-
-
-@slow
-def test_arguments_that_cannot_act_are_refused() -> None:
-    found = pool(2).run(_all_act, [{name: True} for name in REFUSED])
-    assert found == [[{"error": error} for error in REFUSED.values()]] * 2
+def test_each_argument_is_an_option_of_the_manager() -> None:
+    found = pool(2).run(_asked, [options for options, _ in CASES], (2, 1, 1), AXES)
+    assert found == [[(PLAIN | changes, 2, 1) for _, changes in CASES]] * 2
 
 
 @slow
 def test_arguments_that_name_the_axes_and_the_plan_act() -> None:
     axes = ("rows", "middle", "columns")
     names: dict[str, Any] = dict(zip(("dp_mesh_name", "cp_mesh_name", "tp_mesh_name"), axes, strict=True))
+    for shape, expected in (((2, 1, 1), (PLAIN, 2, 1)), ((1, 2, 1), (PLAIN, 2, 1)), ((1, 1, 2), (PLAIN, 1, 2))):
+        assert pool(2).run(_asked, [names], shape, axes) == [[expected]] * 2
     plan = {"model.layers.*.mlp.gate_proj": "colwise_gather_output"}
-    for shape, options, found in (
-        ((2, 1, 1), {}, {}),
-        ((1, 2, 1), {}, {}),
-        ((1, 1, 2), {}, {"ranks": 1, "width": 26}),
-        # A plan of one's own, which leaves this layer whole.
-        ((1, 1, 2), {"tp_shard_plan": plan}, {"ranks": 1}),
-    ):
-        for told in pool(2).run(_acts, names | options, shape, axes):
-            assert {key: told[key] for key in ("ranks", "width")} == {"ranks": 2, "width": 52} | found
+    found = pool(2).run(_asked, [names | {"tp_shard_plan": plan}], (1, 1, 2), axes)
+    assert found == [[(PLAIN | {"tp_plan": plan}, 1, 2)]] * 2
 
 
 WHOLE, POSITIONS = Replicate(), Shard(1)
@@ -279,16 +238,6 @@ def test_torch_styles_mean_what_ours_do() -> None:
             _own_plan({"model.layers.*.mlp.down_proj": wrong})
 
 
-def _loop_on_two_axes() -> float:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tensor_parallel"))
-    return _apart(mesh, "dp", dp_mesh_name="dp", sequence_parallel=True, tp_shard_plan=None)
-
-
-@slow
-def test_a_loop_by_hand_with_tensor_parallelism() -> None:
-    assert max(pool(4).run(_loop_on_two_axes)) < 1e-11
-
-
 def _refused() -> list[str]:
     mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), []
     for what in ("axis", "stepped", "stranger", "option"):
@@ -314,22 +263,3 @@ def test_what_is_refused() -> None:
     assert "has been stepped before sharding" in stepped
     assert "that are not the model's" in stranger
     assert "zero: unknown key" in option
-
-
-HEADS = {f"{LAYER}.self_attn.{name}_proj": "colwise" for name in "qkv"} | {f"{LAYER}.self_attn.o_proj": "rowwise"}
-
-
-def _forgetful() -> str:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    model = case_model("qwen3", tied=None, seed=0, dtype=torch.float64)
-    module, optimizer = megatron_fsdp_strategy_parallelize(model, mesh, _optimizer(model), tp_shard_plan=HEADS)
-    ids = torch.arange(24).view(2, 12)
-    token_loss_sum(module(input_ids=ids).logits, ids).backward()
-    with pytest.raises(StrategyError) as caught:
-        optimizer.step()
-    return str(caught.value)
-
-
-def test_a_loop_by_hand_refuses_a_plan_that_leaves_out_norms_of_heads() -> None:
-    for text in pool(2).run(_forgetful):
-        assert "replicates model.layers.0.self_attn.q_norm.weight" in text

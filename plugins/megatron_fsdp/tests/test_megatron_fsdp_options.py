@@ -27,10 +27,8 @@ UNITS = BLOCKS + 1
     ("config", "sizes"),
     [
         ({"activation_checkpointing": "selective", "zero_dp_strategy": 1, "calculate_per_token_loss": True}, {}),
-        ({"overlap_grad_reduce": False, "zero_dp_strategy": 0}, {}),
         ({"overlap_grad_reduce": False, "overlap_param_gather": False, "zero_dp_strategy": 1}, HSDP),
         ({"overlap_param_gather": False, "zero_dp_strategy": 2, "gradient_reduce_div_fusion": False}, {}),
-        ({"average_in_collective": True, "outer_dp_sharding_strategy": 1}, HSDP),
         ({"fsdp_double_buffer": True, "average_in_collective": True}, {}),
         ({"fsdp_double_buffer": True, "outer_dp_sharding_strategy": 1}, HSDP),
         (

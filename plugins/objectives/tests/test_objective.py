@@ -64,27 +64,6 @@ def test_an_objective_is_tried_once_and_asks_at_once_for_what_it_has_asked_befor
     assert asked == [1] * 6
 
 
-def _asked_of_statistics() -> list[list[list[str]]]:
-    manager = build_manager("single", {}, {}, Case(microbatches=2))
-    of_tokens, asked = manager.forward._row_loss.of_tokens, []  # type: ignore[attr-defined]
-
-    def noting(run: Any, targets_BS: Tensor, consume: Any, check: Any) -> Any:
-        def consuming(ask: Any) -> Tensor:
-            return consume(lambda ids_BSK, names: asked[-1].append(list(names)) or ask(ids_BSK, names))
-
-        return of_tokens(run, targets_BS, consuming, check)
-
-    manager.forward._row_loss.of_tokens = noting  # type: ignore[attr-defined]
-    for names in (["entropy", "logsumexp"], ["log_probs"]):
-        asked.append([])
-        manager.token_stats(share(Case(microbatches=2), 0, 0, 1), names)  # type: ignore[arg-type]
-    return asked
-
-
-def test_statistics_are_computed_at_once_and_no_others() -> None:
-    assert pool(1).run(_asked_of_statistics) == [[[["entropy", "logsumexp"]] * 2, [["log_probs"]] * 2]]
-
-
 def test_documents_begin_at_each_row_and_where_positions_do_not_rise() -> None:
     positions_BS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 0, 0]])
     targets_BS = torch.tensor([[1, 1, -100, 1, 1], [1, 1, 1, 1, -100]])

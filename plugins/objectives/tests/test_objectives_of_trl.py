@@ -373,13 +373,6 @@ def test_grpo_without_old_log_probabilities_and_with_an_entropy_bonus_is_that_of
     same_metrics(compare({"name": "grpo", "normalize": "tokens", "entropy": 0.05}, batch, trl_mean), trainer)
 
 
-def test_an_entropy_bonus_of_answers_of_one_length_is_that_of_trl():
-    batch = microbatch(None, seed=3)
-    batch["labels"][:, PROMPT:] = torch.arange(S - PROMPT)
-    trl_mean, _ = grpo_of_trl(batch, entropy_coef=0.05)
-    compare({"name": "grpo", "entropy": 0.05}, batch, trl_mean)
-
-
 def test_grpo_with_advantages_of_tokens_is_that_of_trl():
     batch = microbatch(None, seed=4)
     batch["advantages"] = torch.randn(4, S, dtype=torch.float64)
@@ -440,29 +433,3 @@ def test_distillation_over_the_likeliest_entries_is_that_of_trl(tail):
 
 
 NAMES = {"logprobs": "log_probs", "token_ids": "ids"}
-
-
-@pytest.mark.parametrize(("tail", "beta"), [(True, 0.4), (False, 0.4), (True, 1.0)])
-def test_other_divergences_over_a_few_entries_are_those_of_trl(tail, beta):
-    batch = microbatch(None, seed=9)
-    draw = torch.Generator().manual_seed(0)
-    first = torch.randint(V, (4, S), generator=draw)
-    ids = torch.stack([first, (first + 1) % V], -1)
-    batch["teacher_ids"], batch["teacher_log_probs"] = ids, batch["teacher_log_probs"][..., :2]
-    if beta == 1:
-        # trl's support is then one entry, that of the second argument.
-        batch["teacher_ids"], batch["teacher_log_probs"] = ids[..., 1:], batch["teacher_log_probs"][..., 1:]
-    trainer = trainer_of("ServerDistillation", beta=beta, loss_add_tail=tail)
-    teacher = batch["teacher_log_probs"][:, :-1]
-
-    def trl_mean(logits: Tensor) -> Tensor:
-        return trainer._compute_sparse_top_1_divergence_loss(
-            logits[:, :-1].log_softmax(-1),
-            ids[:, :-1, 0],
-            teacher[..., 0],
-            ids[:, :-1, 1],
-            teacher[..., -1],
-            batch["labels"][:, 1:],
-        )
-
-    compare({"name": "distill", "beta": beta, "rest": "entry" if tail else "renormalize"}, batch, trl_mean)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.optim.config import OptimizerConfig
-from meshwright.testing import Case, assert_parity
+from meshwright.testing import Case
 from meshwright_testing import pool
 from meshwright_testing.parity import difference, train_case
 
@@ -38,29 +38,8 @@ def test_sums_over_microbatches_are_those_of_one_process(
     assert _apart(strategy, case, config, schedule) == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SPLITTING)
-def test_a_step_of_one_microbatch(schedule: str) -> None:
-    case = Case(layers=8, steps=1, sequences=1, max_norm=None, optimizer=SGD, dtype="float32")
-    assert _apart("fsdp2", case, MIXED, schedule) == 0.0
-
-
 def _apart(strategy: str, case: Case, config: dict[str, Any], schedule: str) -> float:
     """How far weights are from those of the same strategy on one rank, in the same microbatches."""
     alone = pool(1).run(train_case, strategy, config, {}, case.undivided(case.sequences), "cpu")[0]
     wrapper = {"pipeline": {"pp_schedule": schedule}}
     return difference(pool(2).run(train_case, strategy, config, {"pp_size": 2}, case, "cpu", wrapper), alone).weight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("defer", [False, "reduce_scatter"])
-@pytest.mark.parametrize("schedule", SPLITTING)
-def test_reductions_that_are_not_put_off_are_complete(schedule: str, defer: bool | str) -> None:
-    assert_parity(
-        "fsdp2",
-        Case(layers=5, microbatches=2),
-        world_size=4,
-        config={"defer_fsdp_grad_sync": defer},
-        sizes={"pp_size": 2, "dp_replicate_size": 2},
-        wrapper_config={"pipeline": {"pp_schedule": schedule}},
-    )

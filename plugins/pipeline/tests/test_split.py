@@ -50,21 +50,6 @@ def test_the_largest_stage_is_as_small_as_it_can_be_and_the_rest_as_even(data):
     assert worth(split) == min(worth(candidate) for candidate in all_splits(len(costs), stages))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "stages", "expected"),
-    [
-        (8, 4, [2, 2, 2, 2]),
-        (5, 4, [1, 1, 1, 2]),
-        (9, 8, [1] * 7 + [2]),
-        (7, 3, [2, 2, 3]),
-        (3, 3, [1] * 3),
-        (4, 1, [4]),
-    ],
-)
-def test_equal_blocks_are_divided_evenly_and_earlier_stages_get_fewer(blocks, stages, expected):
-    assert sizes(split_blocks([1.0] * blocks, stages)) == expected
-
-
 def test_a_head_leaves_fewer_blocks_for_the_last_stage():
     assert sizes(split_blocks([7.1] * 12, 2, first=3.9, last=38.6)) == [8, 4]
     assert sizes(split_blocks([1] * 8, 4, first=1, last=2)) == [1, 3, 3, 1]
@@ -72,12 +57,6 @@ def test_a_head_leaves_fewer_blocks_for_the_last_stage():
 
 def test_costs_whose_sums_are_rounded_are_equal_all_the_same():
     assert sizes(split_blocks([0.1] * 30, 3)) == [10, 10, 10]
-
-
-def test_a_hundred_blocks_take_no_time():
-    costs = [1 + index % 3 / 7 for index in range(120)]
-    split = split_blocks(costs, 16, first=2.3, last=5.9)
-    assert max(loads(split, costs, 2.3, 5.9)) < 1.1 * (sum(costs) + 8.2) / 16
 
 
 @pytest.mark.parametrize("stages", [0, 4])

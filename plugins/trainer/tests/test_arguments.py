@@ -87,8 +87,6 @@ DATA, TENSOR = {"strategy": "fsdp2"}, {"strategy": "fsdp2", "tp_size": 2}
         pytest.param(DATA, argument_cases.FEWEST[:1], id="data2-fewest"),
         pytest.param(DATA, argument_cases.FEW, id="data2", marks=pytest.mark.slow),
         pytest.param(TENSOR, argument_cases.FEW, id="tp2", marks=pytest.mark.slow),
-        pytest.param(DATA, argument_cases.ACROSS, id="data2-all", marks=pytest.mark.zoo),
-        pytest.param(TENSOR, argument_cases.ACROSS, id="tp2-all", marks=pytest.mark.zoo),
     ],
 )
 def test_an_argument_that_acts_does_so_on_two_ranks(mesh, cases, tmp_path, tmp_path_factory):

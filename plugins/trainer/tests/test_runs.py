@@ -73,7 +73,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).named_parameters())
 
 
-SLOW = pytest.mark.slow
 BUCKETED = {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}}
 
 

@@ -45,15 +45,6 @@ def test_private_methods_are_called_by_their_trainer(theirs, names):
     assert [name for name in names if f"self.{name}(" not in source] == []
 
 
-def test_every_overridden_private_method_has_its_reason():
-    for reasons, ours, theirs in (
-        (_compat.PRIVATE, OnMesh, Trainer),
-        (_compat.PRIVATE_OF_GRPO, MeshGRPOMixin, trl.GRPOTrainer),
-    ):
-        private = {name for name, each in vars(ours).items() if callable(each) and name[0] == "_" != name[1]}
-        assert {name for name in private if hasattr(theirs, name)} == set(reasons)
-
-
 def test_functions_that_stand_for_a_process_are_imported_where_they_are_replaced():
     for module, names in _compat.GATHERED.items():
         found = importlib.import_module(module)

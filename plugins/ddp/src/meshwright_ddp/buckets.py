@@ -242,10 +242,6 @@ class Bucket:
         if self.reference is None and self.counts:
             self.reference = Counter(self.counts)
 
-    @property
-    def is_ready(self) -> bool:
-        return self.missing == 0
-
 
 def make_buckets(buffers: Sequence[Buffer], config: DistributedDataParallelConfig, groups: Groups) -> list[Bucket]:
     """Make the buckets of all buffers, in the order in which backward is expected to complete them."""

@@ -11,6 +11,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,16 +104,17 @@ class GradientSync:
 
     def __init__(self, buckets: Sequence[Bucket], config: DistributedDataParallelConfig, world: World) -> None:
         self._buckets = buckets
-        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        self._places = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._overlap = config.overlap_grad_reduce
         self._one_at_a_time = config.reduce_scatter_with_fp32_accumulation
         self._world = world
         self._checks = GradientChecks(nonfinite=config.check_for_nan_in_grad, large=config.check_for_large_grads)
         self._is_last = True
         self.begin_step()
-        for bucket in buckets:
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(_hook(self, bucket, slot))
+        # Weak, since Python's garbage collector does not see through hooks, and buckets hold process groups.
+        arrived = weakref.WeakMethod(self.take_gradient)
+        for parameter in self._places:
+            parameter.register_post_accumulate_grad_hook(partial(_call, arrived))
 
     def begin_step(self) -> None:
         """Discard what the buffers hold and count anew. A gradient that comes after `finish` does so, too."""
@@ -131,9 +134,9 @@ class GradientSync:
         finally:
             self._is_last = True
 
-    def take_gradient(self, bucket: Bucket, slot: Slot) -> None:
+    def take_gradient(self, parameter: nn.Parameter) -> None:
         """Move a parameter's `.grad` into its buffer; dispatch buckets that are ready with it."""
-        parameter = slot.parameter
+        bucket, slot = self._places[parameter]
         gradient = parameter.grad
         if gradient is None:
             return
@@ -154,7 +157,7 @@ class GradientSync:
                 f"{slot.name} got another gradient after its bucket had been reduced: it gets more of them than "
                 f"in the first step. Set overlap_grad_reduce=false."
             )
-        while self._next < len(self._buckets) and self._buckets[self._next].is_ready:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._dispatch()
 
     def start(self) -> None:
@@ -184,8 +187,8 @@ class GradientSync:
         if self._overlap:
             is_wrong = True if defect is not None else is_wrong if is_wrong is not None else False
         return Findings(
-            trained=[[trained(slot.parameter)] for slot in self._slots],
-            used=[slot in self._added for slot in self._slots],
+            trained=[[trained(parameter)] for parameter in self._places],
+            used=[slot in self._added for _, slot in self._places.values()],
             is_wrong=is_wrong,
             values=self._checks.norms(),
             error=lambda norms: self._checks.verdict(norms) if defect is None else defect,
@@ -219,13 +222,7 @@ class GradientSync:
         return None
 
 
-def _hook(sync: GradientSync, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
-    # Weak, since Python's garbage collector cannot see through a parameter's hooks, and buckets hold process groups.
-    references = weakref.ref(sync), weakref.ref(bucket), weakref.ref(slot)
-
-    def on_gradient(parameter: nn.Parameter) -> None:
-        sync, bucket, slot = references[0](), references[1](), references[2]()
-        if sync is not None and bucket is not None and slot is not None:
-            sync.take_gradient(bucket, slot)
-
-    return on_gradient
+def _call(method: weakref.WeakMethod[Any], parameter: nn.Parameter) -> None:
+    function = method()
+    if function is not None:
+        function(parameter)

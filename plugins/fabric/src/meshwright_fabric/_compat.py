@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy
@@ -10,16 +11,15 @@ from lightning.fabric.strategies import DDPStrategy
 from meshwright.plugin import StrategyError
 
 
-class _OneCall:
-    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
-        if enabled:
-            raise StrategyError(
-                "no_backward_sync has no place under MeshStrategy: the loss is divided by the tokens of the whole "
-                "step. Collect the step's microbatches and call the model once: loss = model([batch, batch])."
-            )
-        return nullcontext()
-
-
 def refuse_accumulation(strategy: DDPStrategy) -> None:
     """Let `fabric.no_backward_sync` raise an error with the remedy; None in its place only warns."""
-    strategy._backward_sync_control = _OneCall()
+    strategy._backward_sync_control = SimpleNamespace(no_backward_sync=_refuse)
+
+
+def _refuse(module: Any, enabled: bool) -> AbstractContextManager[None]:
+    if enabled:
+        raise StrategyError(
+            "no_backward_sync has no place under MeshStrategy: the loss is divided by the tokens of the whole step. "
+            "Collect the step's microbatches and call the model once: loss = model([batch, batch])."
+        )
+    return nullcontext()

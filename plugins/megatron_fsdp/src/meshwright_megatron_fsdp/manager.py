@@ -102,7 +102,7 @@ class MegatronFSDPManager(DataParallelManager):
                 "init_fsdp_with_meta_device=true, but the model has memory for its weights. Build it under "
                 "torch.device('meta'), or set init_fsdp_with_meta_device=false, which takes both."
             )
-        dtypes = find_dtypes(config, model)
+        policy = find_dtypes(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
         if mesh.degrees.cp > 1:
             context = mesh.world.together(
@@ -119,7 +119,7 @@ class MegatronFSDPManager(DataParallelManager):
             stand_in(model, mesh.device, without_memory=config.zero == 3)
         if mesh.device.type == "cpu":
             hold_cpu_torch(self)
-        self._fsdp = wrap(model, mesh, config, units=units, dtypes=dtypes)
+        self._fsdp = wrap(model, mesh, config, units=units, policy=policy)
         self._warn_of_unequal_units()
         self.parts = self._shards = Shards(slots(self._fsdp), self._divisions())
         self._reduction = Reduction(self._fsdp, units, config, mesh)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.plugin import ModelError, ModelLayout, materialize, replace_parameters
 
-from ._compat.wrapping import Dtypes
+from ._compat.package import package
 from .config import MegatronFSDPConfig
 
 
@@ -40,8 +41,11 @@ def _names(cls: type) -> tuple[str, str]:
     return cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
 
 
-def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Dtypes:
-    """Return the dtypes to accumulate, send and train in; at least one parameter of the model trains."""
+def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Any:
+    """Return the package's policy of dtypes to train, accumulate and send in; None: those of the parameters.
+
+    At least one parameter of the model trains.
+    """
     used = {parameter.dtype for parameter in model.parameters()}
     if {torch.float64, torch.float16} <= used:
         raise ModelError(
@@ -65,7 +69,7 @@ def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Dtypes:
     if main_grads not in (None, of_model) and main_params is None:
         # A parameter takes gradients of its own dtype only; the main copy's are cast to it.
         main_params = of_model
-    return Dtypes(main_params, main_grads, _dtype(config.grad_comm_dtype))
+    return package().MixedPrecisionPolicy(main_params, main_grads, _dtype(config.grad_comm_dtype))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

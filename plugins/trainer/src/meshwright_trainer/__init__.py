@@ -27,16 +27,7 @@ _OVER = {
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
 _OWN = {"MeshArguments": ".arguments", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
-__all__ = [
-    "MeshArguments",
-    "MeshDPOTrainer",
-    "MeshGRPOMixin",
-    "MeshGRPOTrainer",
-    "MeshRewardTrainer",
-    "MeshSFTTrainer",
-    "MeshTrainer",
-    "MeshTrainerMixin",
-]
+__all__ = [*_OWN, *_OVER]
 
 
 def __getattr__(name: str) -> Any:

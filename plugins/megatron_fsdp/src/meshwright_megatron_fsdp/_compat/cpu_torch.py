@@ -71,27 +71,24 @@ class _Torch(types.ModuleType):
         return getattr(self.__dict__["_inner"], name)
 
 
-class _Done:
-    """The handle of a collective that is done."""
-
-    def wait(self) -> bool:
-        return True
+_DONE = types.SimpleNamespace(wait=lambda: True)
+"""The handle of a collective that is done."""
 
 
-def _waited_for(collective: Callable[..., Any]) -> Callable[..., _Done | None]:
+def _waited_for(collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective)
-    def call(*args: Any, async_op: bool = False, **options: Any) -> _Done | None:
+    def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
         collective(*args, **options)
-        return _Done() if async_op else None
+        return _DONE if async_op else None
 
     return call
 
 
 @contextmanager
-def _coalesced(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[_Done]:
+def _coalesced(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[Any]:
     """Replace torch's `_coalescing_manager`, under which gloo takes tensors of one dtype only."""
-    yield _Done()
+    yield _DONE
 
 
 _ASYNCHRONOUS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,27 +37,15 @@ class _Chosen(type):
         return any(module is each for each in cls.modules)
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    """What megatron-fsdp's MixedPrecisionPolicy takes; None: that of the parameters (comm: of main_grads)."""
-
-    main_params: torch.dtype | None = None
-    main_grads: torch.dtype | None = None
-    grad_comm: torch.dtype | None = None
-
-
-def wrap(
-    model: nn.Module, mesh: Mesh, config: MegatronFSDPConfig, *, units: Sequence[nn.Module], dtypes: Dtypes
-) -> Any:
+def wrap(model: nn.Module, mesh: Mesh, config: MegatronFSDPConfig, *, units: Sequence[nn.Module], policy: Any) -> Any:
     """Shard a model in place and return the MegatronFSDP around it, in the sharded state; see `wrapped`.
 
     `fully_shard_model` has no argument for suggested_communication_unit_size, nor for the size of a bucket, and divides
     by the number of units, which may be 0.
     """
     theirs = _package_config(config)
-    policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
     _keep_rows_whole(model, mesh, theirs, units)
-    used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
+    used = {parameter.dtype for parameter in model.parameters()} | {policy.main_params_dtype, policy.main_grads_dtype}
     with (
         float64_buffers() if torch.float64 in used else nullcontext(),
         nullcontext() if mesh.world.computes else _unchecked_shards(),

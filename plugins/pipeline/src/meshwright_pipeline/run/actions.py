@@ -54,11 +54,11 @@ def run_all(
     """
     length = orders.run_length(len(batches))
     losses: list[Tensor] = []
-    times = recorder.begin(orders, length=length, runs=len(batches) // length) if train else None
+    if train:
+        recorder.begin(orders, length=length, runs=len(batches) // length)
     for start in range(0, len(batches), length):
-        if times is not None:
-            times.first = start
-        run = Run(stages, mesh, train=train, times=times)
+        recorder.first = start
+        run = Run(stages, mesh, train=train, recorder=recorder)
         is_last = start + length >= len(batches)
         run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
         losses += [run.losses[index] for index in sorted(run.losses)]
@@ -114,9 +114,9 @@ class Run:
     """One pass through a schedule; `losses` are the last stage's, by microbatch, scalars without a gradient."""
 
     def __init__(
-        self, stages: Mapping[int, PipelineStage], mesh: Mesh, *, train: bool, times: ActionTimes | None
+        self, stages: Mapping[int, PipelineStage], mesh: Mesh, *, train: bool, recorder: TimelineRecorder
     ) -> None:
-        self._moved, self._times = mesh.world.progress.move, times
+        self._moved, self._recorder = mesh.world.progress.move, recorder
         self._stages, self._group, self._device, self._train = stages, mesh.group("pp"), mesh.device, train
         self._batches: Sequence[Batch] = ()
         self._sends = _Sends()
@@ -148,8 +148,8 @@ class Run:
             else:
                 self._backward(each, is_last=last.get(each.stage) == each)
             self._moved()
-            if self._times is not None:
-                self._times.end(each)
+            if self._train:
+                self._recorder.end(each)
         if late is not None:
             late.reduce()
         self._sends.wait()
@@ -159,7 +159,7 @@ class Run:
     def _forward(self, action: Action) -> None:
         stage, index = self._stages[action.stage], action.microbatch
         received = () if stage.is_first else self._arrived(Kind.RECV_F, action)
-        self._starts()
+        self._recorder.start()
         if self._train:
             for tensor in _floating(received):
                 tensor.requires_grad_()
@@ -176,13 +176,13 @@ class Run:
     def _backward(self, action: Action, *, is_last: bool) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
         if action.kind is Kind.BACKWARD_WEIGHT:
-            self._starts()
+            self._recorder.start()
             stage.backward_weight(self._rest.pop(key), is_last=is_last)
             return
         flying = self._flying.pop(key)
         # The derivative of the loss by itself, or what the next stage has sent.
         gradients = (torch.ones((), device=self._device),) if stage.is_last else self._arrived(Kind.RECV_B, action)
-        self._starts()
+        self._recorder.start()
 
         def work() -> None:
             # Boundaries have one dtype, whatever the stage computes in. Where all that came before is frozen there is
@@ -202,10 +202,6 @@ class Run:
         if not stage.is_first:
             received = flying.received
             self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
-
-    def _starts(self) -> None:
-        if self._times is not None:
-            self._times.start()
 
     # -- communication
 
@@ -265,67 +261,60 @@ def _floating(tensors: Sequence[Tensor]) -> Tensors:
 # -- times of actions, in steps that are asked for
 
 
-class ActionTimes:
-    """When each action of one step starts and ends; see [Note: one clock]."""
+class TimelineRecorder:
+    """Records when actions of a step start and end, where it is asked to: see [Note: one clock].
 
-    def __init__(self, device: torch.device) -> None:
-        self._moment = moments_of(device)
-        if self._moment is not None:
-            torch.accelerator.synchronize(device)
-        self.time = time.time()
-        """Moment from which times count [s since 1970]."""
-        self._zero = self._start = self._now()
+    See also `meshwright_run.journal.TimelineRecorder`.
+    """
+
+    def __init__(self, device: torch.device, pp_rank: int) -> None:
+        self._device, self._pp_rank, self._moment = device, pp_rank, moments_of(device)
+        self._is_wanted = self._is_on = False
         self._spans: list[tuple[Action, int, Any, Any]] = []
+        self.planned: dict[str, Any] = {}
         self.first = 0
         """The microbatch of the step that is microbatch 0 of the present run of the schedule."""
 
+    def record_next(self) -> None:
+        self._is_wanted = True
+
+    def begin(self, orders: Orders, *, length: int, runs: int) -> None:
+        """Begin a step of so many runs of `length` microbatches."""
+        self._is_on, self._is_wanted, self._spans = self._is_wanted, False, []
+        if not self._is_on:
+            return
+        self.planned = _planned(orders, length, runs)
+        if self._moment is not None:
+            torch.accelerator.synchronize(self._device)
+        self._time = time.time()
+        self._zero = self._start = self._now()
+
     def start(self) -> None:
-        self._start = self._now()
+        if self._is_on:
+            self._start = self._now()
 
     def end(self, action: Action) -> None:
-        self._spans.append((action, self.first + action.microbatch, self._start, self._now()))
+        if self._is_on:
+            self._spans.append((action, self.first + action.microbatch, self._start, self._now()))
 
-    def read(self) -> list[list[Any]]:
-        """Kind, stage, microbatch, start and end [s] of each action; waits for the device."""
+    def take(self) -> dict[str, Any] | None:
+        """Return kind, stage, microbatch, start and end [s] of each action of the step; waits for the device."""
+        if not self._is_on:
+            return None
+        self._is_on = False
         if self._moment is not None and self._spans:
             self._spans[-1][3].synchronize()
-        return [
+        actions = [
             [str(action.kind), action.stage, microbatch, self._since_zero(start), self._since_zero(end)]
             for action, microbatch, start, end in self._spans
         ]
+        return {"time": self._time, "pp_rank": self._pp_rank, "actions": actions}
 
     def _now(self) -> Any:
         return time.perf_counter() if self._moment is None else self._moment()
 
     def _since_zero(self, moment: Any) -> float:
         return float(self._zero.elapsed_time(moment) / 1e3 if self._moment is not None else moment - self._zero)
-
-
-class TimelineRecorder:
-    """Records the steps that it is asked for; see `meshwright_run.journal.TimelineRecorder`."""
-
-    def __init__(self, device: torch.device, pp_rank: int) -> None:
-        self._device, self._pp_rank = device, pp_rank
-        self._is_wanted = False
-        self._times: ActionTimes | None = None
-        self.planned: dict[str, Any] = {}
-
-    def record_next(self) -> None:
-        self._is_wanted = True
-
-    def begin(self, orders: Orders, *, length: int, runs: int) -> ActionTimes | None:
-        """A step begins, of so many runs of `length` microbatches; what is to note its times, if they are asked for."""
-        self._times = ActionTimes(self._device) if self._is_wanted else None
-        if self._is_wanted:
-            self.planned = _planned(orders, length, runs)
-        self._is_wanted = False
-        return self._times
-
-    def take(self) -> dict[str, Any] | None:
-        times, self._times = self._times, None
-        if times is None:
-            return None
-        return {"time": times.time, "pp_rank": self._pp_rank, "actions": times.read()}
 
 
 def _planned(orders: Orders, length: int, runs: int) -> dict[str, Any]:
