@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +252,13 @@ def test_a_damaged_or_unfit_directory_is_an_error_that_names_it(damage, text, sh
         opened(directory)
 
 
-@pytest.mark.parametrize("verbosity", [transformers.logging.WARNING, transformers.logging.ERROR])
-def test_a_conversion_that_fails_is_told_with_its_reason(verbosity, tmp_path, request):
-    request.addfinalizer(partial(transformers.logging.set_verbosity, transformers.logging.get_verbosity()))
-    transformers.logging.set_verbosity(verbosity)
+@pytest.mark.parametrize("verbosity", [transformers.logging.WARNING, transformers.logging.ERROR, None])
+def test_a_conversion_that_fails_is_told_with_its_reason(verbosity, tmp_path, monkeypatch):
+    if verbosity is None:  # what logging.config.dictConfig does to loggers that are there
+        monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
+        monkeypatch.setattr(logging.getLogger("transformers.modeling_utils"), "disabled", True)
+    else:
+        monkeypatch.setattr(logging.getLogger("transformers"), "level", verbosity)
     zoo_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
     first = "model.layers.0.mlp.experts.0.gate_proj.weight"
     edit(tmp_path, lambda tensors: tensors.update({first: tensors[first][:-1].clone()}))

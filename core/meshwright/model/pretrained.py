@@ -208,14 +208,24 @@ def _captured_report() -> Iterator[list[str]]:
     keep = logging.Handler(logging.WARNING)
     keep.emit = lambda record: lines.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
+    # A program that sets up its logging, such as by `logging.config.dictConfig`, disables those that are there.
+    disabled = [
+        each
+        for name, each in logging.root.manager.loggerDict.items()
+        if name.split(".")[0] == "transformers" and isinstance(each, logging.Logger) and each.disabled
+    ]
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
     bars = transformers_logging.is_progress_bar_enabled()
     logger.handlers[:], logger.propagate = [keep], False
     logger.setLevel(logging.WARNING)
+    for each in disabled:
+        each.disabled = False
     transformers_logging.disable_progress_bar()
     try:
         yield lines
     finally:
+        for each in disabled:
+            each.disabled = True
         logger.handlers[:], logger.propagate = handlers, propagate
         logger.setLevel(level)
         if bars:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,18 @@ import torch
 import torch.distributed as dist
 import trainer_cases
 import trl
-import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as of_trl
 from datasets import Dataset
-from grpo_server import Client, digests
 from peft import LoraConfig, get_peft_model
 from support.measures import measure_memory
 from torch import nn
 from transformers import TrainerCallback
+from trl.generation.vllm_client import VLLMClient
 from trl.trainer.utils import FusedCausalLMOutput
 
 STEPS, ROWS = 4, 4
 WORDS = {"suppress_tokens": list(range(12, 131))}
 """Of the tokenizer, so that completions end."""
-SERVER = {"use_vllm": True, "vllm_mode": "server"}
 GREEDY = {"generation_kwargs": {"do_sample": False, **WORDS}}
 KINDS: dict[str, dict[str, Any]] = {
     # Of equal completions the advantages cancel out, but for what is clipped.
@@ -40,8 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.01, "num_iterations": 2, "off_policy_mask_threshold": 0.01},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.1},
     "sapo": {"loss_type": "sapo", "num_iterations": 2},
-    "server": {**SERVER, "beta": 0.1, "steps_per_generation": 4, "generation_kwargs": {"seed": 5}},
-    "server_lora": {**SERVER, "loss_type": "bnpo", "generation_kwargs": {"seed": 5}},
+    "server": {"use_vllm": True, "beta": 0.1, "steps_per_generation": 4, "generation_kwargs": {"seed": 5}},
+    "server_lora": {"use_vllm": True, "loss_type": "bnpo", "generation_kwargs": {"seed": 5}},
     "vespo": {"loss_type": "vespo", "num_iterations": 2, "multi_objective_aggregation": "normalize_then_sum"},
 }
 
@@ -92,6 +91,10 @@ def model(directory: Path) -> Any:
     return mine
 
 
+def digests(named: Any) -> dict[str, str]:
+    return {name: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in named}
+
+
 class Streamed(TrainerCallback):
     """Writes digests of the weights behind each step, adapters merged by peft, and how much streaming them holds."""
 
@@ -116,8 +119,7 @@ class Streamed(TrainerCallback):
             self.found.append(digests(whole.named_parameters()))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        client = getattr(self.trainer.vllm_generation, "vllm_client", None)
-        parts = [*self.trainer.manager.model_parts, *([client.model] if client is not None else [])]
+        parts = self.trainer.manager.model_parts
         before = measure_memory(lambda: None, parts).after.total
         held = measure_memory(self.trainer.vllm_generation.sync_weights, parts).peak.total - before
         text = json.dumps({"digests": self.found, "held": held})
@@ -136,6 +138,12 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         **further,
     }
     given: dict[str, Any] = {}
+    if "SERVER" in os.environ:
+        options |= {"vllm_mode": "server", "vllm_server_base_url": os.environ["SERVER"]}
+        options |= {"vllm_group_port": int(os.environ["SERVER"].rpartition(":")[2]) + 1}
+        real = VLLMClient.init_communicator
+        # It asks for a CUDA device, and uses none: what takes the place of NCCL here needs none.
+        VLLMClient.init_communicator = lambda self, device: real(self, "cuda") if device.type == "cpu" else None
     args = trl.GRPOConfig(**{**basic, **options})
     if kind.endswith("lora"):
         torch.manual_seed(7)
@@ -158,7 +166,6 @@ def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
     from meshwright.launch.open_world import open_world
 
     mesh = json.loads(mesh_json)
-    vllm_generation.VLLMClient, vllm_generation.is_vllm_available = Client, lambda: True
     torch.set_num_threads(1)
     world_size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     sharing = 1
@@ -175,12 +182,7 @@ def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
             data_size = world_size // sharing
             # Stages evaluate as many rows at a time as they train.
             rows = {"per_device_eval_batch_size": ROWS // data_size} if (mesh or {}).get("pp_size") else {}
-            trainer = made(kind, mesh, Path(directory) / kind, data_size, **rows)
-            found: Any = trainer_cases.history(trainer)
-            if rank == 0 and trainer.args.use_vllm:
-                client = trainer.vllm_generation.vllm_client
-                fed = {"updates": client.updates, "resets": client.resets}
-                (Path(directory) / kind / "fed.json").write_text(json.dumps(fed))
+            found: Any = trainer_cases.history(made(kind, mesh, Path(directory) / kind, data_size, **rows))
         except Exception as error:
             import traceback
 

@@ -1,68 +1,167 @@
-"""In the place of trl's client of a vLLM server: it generates with a model of its own, and keeps digests of weights."""
+"""What stands for `vllm serve` and for vllm's NCCL: a server of trl's protocol, and a package that it imports.
+
+The server speaks what trl.generation.vllm_client asks of vllm: it generates with a model of its own, and takes weights
+as trl announces them over HTTP. They come over a socket, where vllm has NCCL, in the order that was announced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from hashlib import sha256
+import json
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
-import trainer_cases
-from torch import Tensor
 
 WORDS = 12
 
+PACKAGE = {
+    "vllm-0.27.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.0\n",
+    "vllm-0.27.0.dist-info/top_level.txt": "vllm\n",
+    "vllm/__init__.py": "__version__ = '0.27.0'\nLLM = RequestOutput = SamplingParams = None\n",
+    "vllm/sampling_params.py": "StructuredOutputsParams = None\n",
+    "vllm/utils/__init__.py": "",
+    "vllm/utils/network_utils.py": "def get_ip():\n    return '127.0.0.1'\n",
+    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/weight_transfer/__init__.py": "",
+    "vllm/distributed/weight_transfer/nccl_engine.py": """
+import socket
+from types import SimpleNamespace
 
-def digests(named: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
-    return {name: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for name, tensor in named}
+
+class NCCLTrainerSendWeightsArgs:
+    def __init__(self, group, packed):
+        self.group = group
 
 
-class Client:
-    """See `trl.generation.vllm_client.VLLMClient`."""
+class NCCLWeightTransferEngine:
+    @staticmethod
+    def trainer_init(info):
+        with socket.create_server((info["master_address"], info["master_port"])) as listening:
+            connection, _ = listening.accept()
+        return SimpleNamespace(connection=connection, group=SimpleNamespace())
 
-    def __init__(self, **_: Any) -> None:
-        with torch.random.fork_rng():
-            self.model = trainer_cases.model().eval()
-        self.updates, self.calls, self.resets = [], 0, 0
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args):
+        for _, tensor in iterator:
+            trainer_args.group.connection.sendall(tensor.detach().contiguous().numpy().tobytes())
+""",
+}
 
-    def init_communicator(self, device: Any) -> None:
-        pass
 
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+def write_package(directory: Path) -> None:
+    for name, text in PACKAGE.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
-    def reset_prefix_cache(self) -> None:
-        self.resets += 1
 
-    def update_named_params(self, metadata: Sequence[Any], named: Iterator[tuple[str, Tensor]]) -> None:
+class Engine:
+    """The model that the server generates with, and digests of what it was fed with."""
+
+    def __init__(self) -> None:
+        import trainer_cases
+
+        self.model, self.updates, self.calls = trainer_cases.model().eval(), [], 0
+        self.is_updating, self.resets = False, 0
+        self.connection: socket.socket | None = None
+
+    def join(self, info: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(200):
+            try:
+                self.connection = socket.create_connection((info["master_address"], info["master_port"]))
+                break
+            except ConnectionRefusedError:
+                threading.Event().wait(0.05)
+        return {}
+
+    def take(self, info: dict[str, Any]) -> dict[str, Any]:
+        from hashlib import sha256
+
         places, found = dict(self.model.named_parameters()), {}
-        for (name, kind, shape), (_, tensor) in zip(metadata, named, strict=True):
-            assert (tensor.dtype, list(places[name].shape)) == (getattr(torch, kind), shape)
-            found |= digests([(name, tensor)])
-            places[name].data.copy_(tensor)
+        for name, kind, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            place = places[name]
+            assert self.is_updating
+            assert (place.dtype, list(place.shape)) == (getattr(torch, kind), shape)
+            data = bytearray()
+            while len(data) < place.nbytes:
+                data += self.connection.recv(place.nbytes - len(data))
+            found[name] = sha256(data).hexdigest()
+            place.data.copy_(torch.frombuffer(data, dtype=place.dtype).view(shape))
         assert found.keys() == places.keys()
         self.updates.append(found)
+        return {}
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Any, *, n: int, temperature: float, max_tokens: int, generation_kwargs: Any, **_: Any
-    ) -> dict[str, Any]:
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.calls += 1
-        completions, log_probs = [], []
-        for number, prompt in enumerate(prompts):
-            for index in range(n):
-                seed = generation_kwargs["seed"] + 1000 * self.calls + 10 * number + index
-                generator, tokens, found = torch.Generator().manual_seed(seed), [], []
-                while len(tokens) < max_tokens and (not tokens or tokens[-1] != 1):
-                    logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
-                    every = (logits / temperature).log_softmax(-1)
-                    tokens.append(int(torch.multinomial(every[1:WORDS].exp(), 1, generator=generator)) + 1)
-                    found.append(float(every[tokens[-1]]))
-                completions.append(tokens)
-                log_probs.append(found)
-        return {
-            "prompt_ids": prompts,
-            "completion_ids": completions,
-            "logprobs": [[[each] for each in found] for found in log_probs],
-            "logprob_token_ids": [[[each] for each in tokens] for tokens in completions],
+        choices = []
+        for number, prompt in enumerate(asked["prompt"]):
+            for index in range(asked["n"]):
+                generator = torch.Generator().manual_seed(asked["seed"] + 1000 * self.calls + 10 * number + index)
+                ids, tokens, log_probs = list(prompt), [], []
+                while len(tokens) < asked["max_tokens"] and (not tokens or tokens[-1] != 1):
+                    every = self.model(torch.tensor([ids])).logits[0, -1].div(asked["temperature"]).log_softmax(-1)
+                    token = int(torch.multinomial(every[1:WORDS].exp(), 1, generator=generator)) + 1
+                    ids.append(token)
+                    tokens.append(token)
+                    log_probs.append(float(every[token]))
+                names = [f"token_id:{token}" for token in tokens]
+                tops = [{name: value} for name, value in zip(names, log_probs, strict=True)]
+                told = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops}
+                choices.append({"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told})
+        return {"choices": choices}
+
+    def answer(self, path: str, asked: dict[str, Any]) -> Any:
+        if path == "/server_info":
+            engine = {"weight_transfer_config": {"backend": "nccl"}}
+            return {"vllm_config": {**engine, "model_config": {"logprobs_mode": "processed_logprobs"}}}
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            self.is_updating = path.startswith("/start")
+            return {}
+        if path == "/reset_prefix_cache":
+            self.resets += 1
+            return {"success": True}
+        known = {
+            "/health": dict,
+            "/v1/models": lambda: {"data": [{"id": "tiny"}]},
+            "/get_world_size": lambda: {"world_size": 1},
+            "/init_weight_transfer_engine": lambda: self.join(asked["init_info"]),
+            "/update_weights": lambda: self.take(asked["update_info"]),
+            "/v1/completions": lambda: self.complete(asked),
+            "/updates": lambda: {"updates": self.updates, "resets": self.resets},
         }
+        return known[path]()
+
+
+def serve(port: int) -> None:
+    engine = Engine()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._do({})
+
+        def do_POST(self) -> None:
+            self._do(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
+
+        def _do(self, asked: dict[str, Any]) -> None:
+            try:
+                status, text = 200, json.dumps(engine.answer(self.path.partition("?")[0], asked))
+            except Exception as error:
+                status, text = 400, repr(error)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(int(sys.argv[1]))

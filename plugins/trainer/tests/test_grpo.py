@@ -7,8 +7,12 @@ import functools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +21,7 @@ import grpo_cases
 import pytest
 import trainer_cases
 import trl
+from grpo_server import write_package
 
 from meshwright.base.errors import ConfigError
 from meshwright_trainer.grpo import check_rollouts, deal_groups
@@ -35,13 +40,15 @@ TOLERANCE, SMALL = 1e-6, 0.05
 """Relative, and where a number is small beside what it is the sum of: trl and Trainer add up in float32."""
 
 
-def run(count: int, mesh: Any, directory: Path, kinds: tuple[str, ...]) -> None:
+def run(count: int, mesh: Any, directory: Path, kinds: tuple[str, ...], **environment: str) -> None:
     """Run the cases on so many processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--standalone"]
     directory.mkdir(parents=True, exist_ok=True)
     tests = FOLDER.parents[2] / "tests"
-    paths = os.pathsep.join([str(FOLDER), str(tests), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONPATH": paths}
+    paths = os.pathsep.join(
+        [str(FOLDER), str(tests), environment.pop("PACKAGES", ""), os.environ.get("PYTHONPATH", "")]
+    )
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONPATH": paths, **environment}
     script = [str(FOLDER / "grpo_cases.py"), str(directory), json.dumps(mesh), *kinds]
     runner = command if count > 1 else [sys.executable]
     done = subprocess.run([*runner, *script], env=variables, capture_output=True, text=True, timeout=300)
@@ -115,6 +122,30 @@ def test_tools_and_rollouts_of_ones_own_are_refused():
 # -- a server
 
 
+@contextmanager
+def server(packages: Path) -> Iterator[str]:
+    write_package(packages)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(FOLDER / "grpo_server.py"), str(port)], env=environment)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def served(ranks: int, mesh: Any, directory: Path, kind: str) -> dict[str, Any]:
+    """Train with a server; what it was fed with."""
+    with server(directory / "packages") as url:
+        run(ranks, mesh, directory, (kind,), SERVER=url, PACKAGES=str(directory / "packages"))
+        with urllib.request.urlopen(f"{url}/updates") as answer:
+            return json.loads(answer.read())
+
+
 FED = {
     "fsdp2": (2, {"strategy": "fsdp2"}, "server"),
     "tp2": (2, {"strategy": "fsdp2", "tp_size": 2}, "server"),
@@ -127,11 +158,10 @@ FED = {
 @pytest.mark.parametrize("layout", FED)
 def test_a_server_is_fed_with_the_weights_of_each_step(layout, tmp_path):
     ranks, mesh, kind = FED[layout]
-    run(ranks, mesh, tmp_path / "mesh", (kind,))
+    fed = served(ranks, mesh, tmp_path / "mesh", kind)
     logged = read(tmp_path / "mesh", kind)
     assert not isinstance(logged, str), logged
     told = [json.loads((tmp_path / "mesh" / kind / f"streamed-{rank}.json").read_text()) for rank in range(ranks)]
-    fed = json.loads((tmp_path / "mesh" / kind / "fed.json").read_text())
     updates, steps = fed["updates"], told[0]["digests"]
     assert len({json.dumps(each, sort_keys=True) for each in updates}) > 2
     # Before the first step, after those behind which something is generated, and once more at the end.
@@ -143,5 +173,5 @@ def test_a_server_is_fed_with_the_weights_of_each_step(layout, tmp_path):
         # layer with what is added to it.
         assert each["held"] <= (131 + 52 * (3 if "lora" in layout else 1)) * 36 * 8 + (1 << 13)
     if mesh.get("tp_size"):
-        run(1, None, tmp_path / "plain", (kind,))
+        served(1, None, tmp_path / "plain", kind)
         assert not differences(read(tmp_path / "plain", kind), read(tmp_path / "mesh", kind))
