@@ -161,15 +161,13 @@ def export(
     Of a checkpoint of adapters it is their directory, as peft has it; with --merge the whole model.
     """
     with told(traceback=False):
-        from meshwright.plugin import ConfigError
+        from meshwright.plugin import HUGGING_FACE, export_checkpoint, is_url, merge_adapter, trust_code
         from meshwright.plugin import dtype as dtype_of
 
         chosen = None if dtype is None else dtype_of(dtype)
         if base is not None and not merge:
             raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
         if trust_remote_code is not None:
-            from meshwright.plugin import HUGGING_FACE, is_url, trust_code
-
             if is_url(checkpoint):
                 raise ConfigError(
                     f"--trust-remote-code is of code that you have read, and {checkpoint} is elsewhere. Copy the "
@@ -178,12 +176,8 @@ def export(
             trust_code(Path(checkpoint) / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
         place = _place(checkpoint, key_file)
         if merge:
-            from meshwright.plugin import merge_adapter
-
             merge_adapter(place, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
         else:
-            from meshwright.plugin import export_checkpoint
-
             export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
     say(f"written {output}\n")
 

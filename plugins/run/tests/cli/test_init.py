@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -98,17 +97,6 @@ def test_a_run_file_of_each_combination_is_valid_and_as_asked(model, data, adapt
     assert config.output_dir == "runs/some"
 
 
-def test_the_default_is_a_small_model_of_the_standard_library_with_a_comment_on_each_section(tmp_path):
-    config = written(tmp_path / "run.yaml")
-    assert config.model["model_type"] == "llama"
-    assert config.data.training_sources()[0].files == "stdlib"
-    lines = (tmp_path / "run.yaml").read_text(encoding="utf-8").splitlines()
-    sections = [place for place, line in enumerate(lines) if line and not lines[place - 1]]
-    assert len(sections) == 6
-    assert all(lines[place].startswith("# ") for place in sections)
-    assert max(map(len, lines)) <= 100
-
-
 @pytest.mark.parametrize(
     ("devices", "memory", "strategy"), [("1", 2**40, "single"), ("2", 2**40, "ddp"), ("2", 2**20, "fsdp2")]
 )
@@ -182,16 +170,6 @@ def test_an_adapter_of_a_model_trains_on_conversations_as_the_file_says(made):
     assert len((made / "runs/adapter/metrics.jsonl").read_text(encoding="utf-8").splitlines()) >= 2
 
 
-@pytest.mark.slow
-def test_a_new_model_trains_on_files_on_two_ranks_as_the_file_says(made):
-    written(made / "new.yaml", "--data", "*.txt", "--devices", "2", "--steps", "2")
-    line = [sys.executable, "-m", "meshwright", "train", "new.yaml", "--set", "device=cpu", "--set", "data.seq_len=32"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
-    assert (made / "runs/new/model/model.safetensors").is_file()
-
-
 # -- at a terminal
 
 
@@ -246,11 +224,3 @@ def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_told(made):
     assert config.model["path"] == "model"
     assert config.model["peft"]["type"] == "lora"
     assert config.data.training_sources()[0].format == "messages"
-
-
-@pytest.mark.slow
-def test_at_a_terminal_flags_are_not_asked_again(made):
-    flags = ["--model", "new", "--data", "*.txt", "--devices", "1", "--strategy", "single", "--steps", "5"]
-    shown = at_terminal(made, ["init", "flags.yaml", *flags], [])
-    assert "?" not in shown
-    assert load_run(made / "flags.yaml").steps == 5

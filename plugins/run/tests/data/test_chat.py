@@ -143,7 +143,7 @@ def _without_clock(name):
     return text
 
 
-@pytest.mark.parametrize("family", ["base", "qwen", "llama2"])
+@pytest.mark.parametrize("family", ["base", "qwen"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(st.sampled_from(" \nabc.#\t"), min_size=1, max_size=8), min_size=4, max_size=4))
 def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
@@ -157,11 +157,7 @@ def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
     said[-1] += chosen.eos_token if end else ""
     [document] = documents
     assert chosen.decode(document.tokens).removesuffix(chosen.eos_token if end else "") == whole
-    found = learnt(chosen, document)
-    if family == "llama2":
-        # Of each text that it decodes by itself, that is.
-        found, said = ([text.lstrip(" ") for text in each] for each in (found, said))
-    assert [text.removeprefix(" ") for text in found] == [text.removeprefix(" ") for text in said]
+    assert [text.removeprefix(" ") for text in learnt(chosen, document)] == [text.removeprefix(" ") for text in said]
 
 
 # -- what templates do with earlier turns
@@ -339,15 +335,6 @@ def test_tokens_are_taken_as_they_are():
     assert (documents, counts) == ([], Counts(records=1, unlearnt=1))
 
 
-def test_columns_go_with_their_documents():
-    value = {"input_ids": [5, 6, 7], "weight": 0.5, "each": [1.0, 2.0, 3.0]}
-    documents, _ = encoded("llama3", None, value, "tokens", columns=["weight", "each"], seq_len=2)
-    assert [each.columns for each in documents] == [{"weight": 0.5, "each": [1.0, 2.0]}]
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "reference": [-1.0, -2.0]}
-    documents, _ = encoded("llama3", None, pair, "preference", columns=["reference"])
-    assert [each.columns["reference"] for each in documents] == [-1.0, -2.0]
-
-
 # -- lengths
 
 
@@ -367,15 +354,6 @@ def test_what_is_too_long_is_cut_dropped_split_or_an_error_and_counted():
     assert (counts.split, counts.documents) == (1, len(pieces))
 
 
-def test_what_has_lost_its_answer_is_left_out_and_counted():
-    messages = turns("It is four. " * 8, "Hello!")
-    for too_long in ("cut", "split"):
-        documents, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=30, too_long=too_long)
-        assert len(documents) == (too_long == "split")
-        assert counts.unlearnt >= 1
-        assert getattr(counts, too_long) == 1
-
-
 @pytest.mark.parametrize("loss_on", ["answers", "last_answer"])
 @pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
 def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
@@ -388,16 +366,6 @@ def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
     assert (answered.unanswered, counts.unanswered, counts.documents) == (0, 1, 1)
 
 
-def test_counts_of_parts_add_up():
-    chosen = tokenizer("llama3", "llama3")
-    records = [record({"messages": turns("Hi there", "Hello! " * n)}) for n in range(1, 9)]
-    encoder = Encoder(chosen, "messages", seq_len=24, too_long="cut")
-    whole = encoder.encode(records)[1]
-    assert whole == sum((encoder.encode([each])[1] for each in records), Counts())
-    assert whole.cut > 0
-    assert whole.records == 8
-
-
 # -- what is wrong with a record
 
 
@@ -407,11 +375,9 @@ def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
     wrong = {
         "empty conversation": [],
         "must hold a list of messages": 3,
-        r"turn 1: holds 'x', but a message is an object": ["x"],
         r"turn 1: has no 'role'.*Its fields: who\. .*fields": [{"who": "user"}],
         r"turn 1: role 'narrator' is none of system,": [{"role": "narrator", "content": "x"}, assistant],
         r"turn 1: the user has no 'content'": [{"role": "user", "text": "x"}, assistant],
-        r"turn 1: its content is 3, a int": [{"role": "user", "content": 3}, assistant],
         r"turn 1: its content has the part .*image": [
             {"role": "user", "content": [{"type": "image", "url": "x"}]},
             assistant,
@@ -422,7 +388,6 @@ def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
             user,
             assistant,
         ],
-        r"roles out of order: turn 3 is of 'assistant', after one of 'assistant'": [user, assistant, assistant],
         r"roles out of order: turn 3 is of 'system', after one of 'assistant'": [user, assistant, system],
         r"roles out of order: turn 1 is of 'tool', and opens": [{"role": "tool", "content": "4"}, user, assistant],
         r"there is no answer to learn.*\(roles: system, user\)": [system, user],
@@ -454,16 +419,6 @@ ASKED = turns("a", "b")
             "{% for message in messages if message.role != 'system' %}{{ message.content }};{% endfor %}",
             turns("a", "b", system="Be brief."),
             r"the chat template leaves out the content of turn 1 \(system",
-        ),
-        (
-            template("chatml"),
-            [ASKED[0], {**ASKED[1], "reasoning_content": "c"}],
-            "the chat template leaves out the reasoning_content of turn 2",
-        ),
-        (
-            "{% for message in messages if message.role == 'user' %}{{ message.content }};{% endfor %}",
-            ASKED,
-            "turn 2: an answer of no tokens",
         ),
         (
             f"{{% generation %}}{{% endgeneration %}}{MESSAGES}",
@@ -527,19 +482,13 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
         ("text", {"texts": "x"}, r"no field 'text'\. .*texts\. Did you mean 'texts'\?.*fields"),
         ("text", {"text": 3}, "field 'text' holds 3, a int, but must hold a string"),
         ("text", {"text": "a\ud800"}, "half of a surrogate pair"),
-        ("messages", {"messages": turns("a\ud800", "b")}, "half of a surrogate pair"),
         ("messages", {"messages": turns("a", "b"), "tools": "[{"}, "field 'tools' holds a text that is no JSON"),
-        ("messages", {"messages": turns("a", "b"), "tools": [3]}, "'tools' holds .* must hold a list of objects"),
         ("messages", {"messages": turns("a", "b"), "chat_template_kwargs": [3]}, "must hold an object"),
-        ("prompt_completion", {"prompt": "a"}, "no field 'completion'"),
         ("prompt_completion", {"prompt": "a", "completion": ""}, "an answer of no tokens: field 'completion' is empty"),
         ("preference", {"chosen": turns("a", "b"), "rejected": turns("c", "d")}, "cannot be told what .* answer"),
         ("preference", {"prompt": "z", "chosen": turns("a", "b"), "rejected": turns("a", "d")}, "`prompt` is not the"),
-        ("preference", {"prompt": "a", "chosen": "b"}, "no field 'rejected'"),
         ("tokens", {"input_ids": "abc"}, "'input_ids' holds 'abc', a str, but must hold a list of token ids"),
-        ("tokens", {"input_ids": [1, 2.5]}, "must hold a list of token ids"),
         ("tokens", {"input_ids": [1, 99999]}, "token 99999 is none of the tokenizer"),
-        ("tokens", {"input_ids": [1, -1]}, "token -1 is none of the tokenizer"),
         ("tokens", {"input_ids": [1, 2], "labels": [1]}, "holds 1 values for 2 tokens"),
         ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 of token 0 .* not moved by one"),
         ("tokens", {"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2"),
@@ -558,16 +507,3 @@ def test_a_chat_template_is_text_or_the_path_of_one():
         read_chat_template("no/such.jinja")
     with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
         Encoder(tokenizer("llama3", None), "messages")
-
-
-def test_the_template_of_the_examples_needs_no_tokens_of_its_own():
-    path = DIRECTORY.parents[4] / "examples" / "chat.jinja"
-    chosen, text = tokenizer("base", None), read_chat_template(str(path))
-    [[document]], _ = Encoder(chosen, "messages", chat_template=text).encode([record({"messages": TALK})])
-    assert learnt(chosen, document) == [" Hello!<|endoftext|>", " It is four.<|endoftext|>"]
-    assert chosen.decode(document.tokens) == (
-        "Be brief.\n\nQuestion: Hi there\nAnswer: Hello!<|endoftext|>\nQuestion: What is two and two?\n"
-        "Answer: It is four.<|endoftext|>\n"
-    )
-    asked = chosen.apply_chat_template(TALK[:2], chat_template=text, add_generation_prompt=True, tokenize=False)
-    assert chosen.decode(document.tokens).startswith(asked)

@@ -38,7 +38,6 @@ from meshwright_run.data.prepare import PreparedData, prepare
 from meshwright_run.data.rows import StreamRows
 from meshwright_run.data.sources import Record, find_source, read_records
 from meshwright_run.data.tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
-from meshwright_run.data.tokenizing import tokenized, tokenizing
 
 EXAMPLES = settings(deadline=None, max_examples=60)
 ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare")
@@ -170,7 +169,6 @@ def test_stdlib_holds_sources_without_tests_and_installed_packages() -> None:
     ("content", "message"),
     [
         ('{"text": ', r"a\.jsonl:2: not valid JSON \(.* at column \d+\)"),
-        ("[" * 20_000, r"a\.jsonl:2: not valid JSON"),
         ('{"text": ' + "1" * 5000 + "}", r"a\.jsonl:2: not valid JSON"),
         ('["text"]', r"a\.jsonl:2: holds a JSON list"),
         ('{"texts": "x", "id": 1}', r"a\.jsonl:2: no field 'text'\. Fields of this line: id, texts\..*'texts'\?"),
@@ -216,29 +214,6 @@ def test_stream_holds_each_document_and_an_eos(trained: PreTrainedTokenizerFast,
     assert stream.tolist() == expected
 
 
-def test_documents_keep_their_order_over_many_batches(trained, monkeypatch):
-    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 50)
-    texts = [prose(seed, words=seed % 7 + 1) for seed in range(200)]
-    records = (Record({"text": text}, "here") for text in texts)
-    source = SourceConfig(files="unused")
-    pieces = tokenized(records, tokenizing(source, DataConfig(sources=[source]), 0.0), trained)
-    assert texts_of(np.concatenate([piece.documents["train"].tokens for piece in pieces]), trained) == texts
-
-
-def test_training_reaches_the_vocabulary_size_or_as_far_as_the_corpus_goes() -> None:
-    texts = [prose(seed) for seed in range(20)]
-    assert len(train_tokenizer(texts, 280)) == 280
-    assert 257 < len(train_tokenizer(["ab ab"], 5000)) < 300
-
-
-def test_saved_tokenizer_loads_in_transformers_with_equal_encodings(trained, trained_dir):
-    loaded = AutoTokenizer.from_pretrained(trained_dir)
-    text = f"a mesh\n\thas Äxes {EOS} 🙂"
-    assert loaded(text)["input_ids"] == trained(text)["input_ids"]
-    assert (loaded.eos_token, loaded.eos_token_id) == (EOS, trained.eos_token_id)
-    assert len(loaded) == len(trained)
-
-
 def test_saved_maximum_length_does_not_cut_documents(tmp_path: Path, trained_dir: Path) -> None:
     shutil.copytree(trained_dir, tmp_path / "cut")
     backend = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
@@ -258,26 +233,21 @@ def test_large_vocabulary_is_stored_in_32_bits() -> None:
     assert stream.tolist() == [1, 70_000, 0]
 
 
+PANICS = {
+    "type": "BPE",
+    "vocab": {"a": 0, "b": 1, "ab": 2},
+    "merges": [["a", "b"]],
+    "continuing_subword_prefix": "xxx",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("config.json", {"model_type": "gpt2"}, "holds no tokenizer"),
         ("tokenizer.json", {}, "cannot be loaded"),
         # Rust's code panics.
-        (
-            "tokenizer.json",
-            {
-                "version": "1.0",
-                "added_tokens": [],
-                "model": {
-                    "type": "BPE",
-                    "vocab": {"a": 0, "b": 1, "ab": 2},
-                    "merges": [["a", "b"]],
-                    "continuing_subword_prefix": "xxx",
-                },
-            },
-            "cannot be loaded",
-        ),
+        ("tokenizer.json", {"version": "1.0", "added_tokens": [], "model": PANICS}, "cannot be loaded"),
     ],
 )
 def test_what_is_no_usable_tokenizer_is_refused(name, content, message, tmp_path):
@@ -321,11 +291,6 @@ def test_split_of_a_document_does_not_depend_on_the_other_documents() -> None:
 
 def test_split_holds_out_about_the_fraction() -> None:
     assert 0.2 < held_out_mask([prose(seed, words=5) for seed in range(1000)], 0.25).mean() < 0.3
-
-
-def test_split_stays_what_it_was_in_earlier_releases() -> None:
-    mask = held_out_mask([f"document {index}" for index in range(12)], 0.3)
-    assert np.flatnonzero(mask).tolist() == [6, 8, 11]
 
 
 # --- a stream
@@ -392,21 +357,6 @@ def test_streams_and_tokenizer_have_the_same_sides_in_the_order_of_the_corpus(tm
 def test_fingerprint_stays_what_it_was_in_earlier_releases(tmp_path, documents, fraction, fingerprint):
     write_corpus(tmp_path / "corpus", documents)
     assert prepare(config_for(tmp_path, eval_fraction=fraction)).fingerprint == fingerprint
-
-
-def test_text_is_read_once_and_once_more_to_train_a_tokenizer(tmp_path, corpus, trained_dir, monkeypatch):
-    read: list[Path] = []
-    real = SOURCES_MODULE.read_file
-
-    def counted(path: Path, *args: object) -> object:
-        read.append(path)
-        return real(path, *args)
-
-    monkeypatch.setattr(SOURCES_MODULE, "read_file", counted)
-    prepare(config_for(tmp_path, tokenizer=str(trained_dir), vocab_size=DEFAULT_VOCAB_SIZE))
-    assert len(read) == len(set(read)) == 12
-    prepare(config_for(tmp_path))
-    assert len(read) == 36
 
 
 @pytest.mark.slow
@@ -495,23 +445,6 @@ def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corp
     assert len(builds) == 2
 
 
-@pytest.mark.parametrize(("split", "share"), [("held_out", "larger"), ("train", "smaller")])
-def test_split_shorter_than_a_sequence_gives_counts_and_remedy(tmp_path: Path, split: str, share: str) -> None:
-    # Of two documents each side gets one; these seeds put the short one on the side under test.
-    pairs = ([prose(seed, words=1), prose(seed, words=900)] for seed in range(100))
-    short, long = next(pair for pair in pairs if held_out_mask(pair, 0.5)[0] == (split == "held_out"))
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "short.txt").write_text(short)
-    (tmp_path / "corpus" / "long.txt").write_text(long)
-    with pytest.raises(DataError) as caught:
-        prepare(config_for(tmp_path, seq_len=40, eval_fraction=0.5))
-    (entry,) = (tmp_path / "cache" / "data").glob("*/")
-    tokens = len(np.load(entry / f"{split}.npy"))
-    assert f"the {split} split does not fill one sequence: its 1 documents hold {tokens} tokens" in str(caught.value)
-    assert f"seq_len=40. Give more documents, seq_len of at most {tokens}, or a {share}" in str(caught.value)
-    assert "(now 0.5: 1 documents for training, 1 held out)" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -539,17 +472,6 @@ def test_unwritable_cache_is_explained(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="Set cache_dir"):
         prepare(config_for(tmp_path, cache_dir=str(tmp_path / "file")))
-
-
-def test_corpus_that_changes_while_it_is_read_leaves_no_entry(tmp_path, corpus, monkeypatch):
-    def meddle(documents: object, vocab_size: int) -> object:
-        (corpus / "003.txt").write_text("shorter")
-        return train_tokenizer(documents, vocab_size)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ENTRY_MODULE, "train_tokenizer", meddle)
-    with pytest.raises(DataError, match=r"003\.txt changed while it was read"):
-        prepare(config_for(tmp_path))
-    assert [path.suffix for path in (tmp_path / "cache").glob("*/*")] == [".lock"]
 
 
 def test_cache_root_follows_config_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -641,15 +563,6 @@ def test_killed_builder_leaves_nothing_that_counts(tmp_path: Path, corpus: Path,
     assert left == ["", ".lock"]
 
 
-@pytest.mark.parametrize("before", [None, "true"])
-def test_switch_of_the_tokenizer_library_is_put_back(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    if before is not None:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-    stream_of(train_tokenizer(["a b"], 257), ["a"])
-    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
-
-
 # --- order
 
 
@@ -694,7 +607,7 @@ def test_shuffled_places_of_any_size_are_computed_alone(size: int, seed: int, da
     assert [int(shuffled(np.array([place]), size, seed=seed, epoch=0)[0]) for place in places] == found.tolist()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_orders_of_a_few_places_are_equally_likely(size: int) -> None:
     orders = math.factorial(size)
     draws = 20 * orders
@@ -702,16 +615,6 @@ def test_orders_of_a_few_places_are_equally_likely(size: int) -> None:
     chi_square = sum((counts[each] - 20) ** 2 / 20 for each in itertools.permutations(range(size)))
     # Four standard deviations above its mean.
     assert chi_square < orders - 1 + 4 * math.sqrt(2 * (orders - 1))
-
-
-def test_an_order_of_any_size_holds_no_more_than_its_batch() -> None:
-    order = DataOrder(10**12, 64, seed=0)
-    order.indices(1)
-    tracemalloc.start()
-    order.indices(10**11)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 64 * 8 * 20 + 8192
 
 
 # --- microbatches
@@ -792,11 +695,5 @@ def test_evaluation_refuses_arguments_out_of_range() -> None:
         eval_microbatches(numbered(4), place, count=0)
     with pytest.raises(ValueError, match="no sequences"):
         eval_microbatches(numbered(0), place, count=None)
-    for values, message in (
-        ((2, 2, 1), r"data_rank must lie in \[0, 2\)"),
-        ((-1, 2, 1), r"data_rank must lie in \[0, 2\)"),
-        ((0, 0, 1), "data_size must be at least 1"),
-        ((0, 2, 0), "micro_batch_size must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Place(*values)
+    with pytest.raises(ValueError, match=r"data_rank must lie in \[0, 2\)"):
+        Place(-1, 2, 1)

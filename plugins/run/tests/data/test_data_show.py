@@ -12,19 +12,11 @@ from typer.testing import CliRunner
 
 from meshwright.cli.main import app
 from meshwright_run.data.documents import Documents
-from meshwright_run.data.encoder import Counts
 from meshwright_run.data.feed import Feed, Place
 from meshwright_run.data.order import Stream
 from meshwright_run.data.report import (
-    Run,
-    ShownRow,
-    SourceSummary,
-    as_histogram,
-    as_text,
-    bins_of,
     first_rows,
     measured_fill,
-    shown_row,
 )
 from meshwright_run.data.rows import make_rows
 
@@ -85,14 +77,6 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_became_of_the_source(wor
     assert (workplace / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_of_their_own_are_as_full_as_those_beside_them_allow(workplace):
-    output = shown(workplace, "--rows", "1", "--set", "data.packing=none")
-    assert "1 token in" not in output
-    assert "in 1 document," in output
-    fill = float(output[output.index("nothing learnt") :].split("\n")[1].split()[-6].rstrip("%"))
-    assert 70 < fill <= 100
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(workplace, monkeypatch):
     # In blocks of few records, so that the first is left behind.
@@ -102,13 +86,6 @@ def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(
     output = shown(workplace, "--rows", "40", "--set", "data.packing=none", "--set", f"data.sources={sources}")
     assert output.count("── row ") == 40
     assert "is read while training: nothing of it is counted before" in output
-
-
-def test_wrong_data_are_one_error(workplace):
-    result = CliRunner().invoke(app, ["data", "show", str(workplace / "run.yaml"), "--set", "data.too_long=error"])
-    assert result.exit_code == 2
-    assert "chats.jsonl:31: " in result.output
-    assert "seq_len=64" in result.output
 
 
 def documents(*lengths, learnt=2):
@@ -132,39 +109,3 @@ def test_documents_and_padding_are_told_apart(kind):
     learnt = sum(run.tokens for row in found for each in row.documents for run in each if run.learnt)
     assert learnt == {"documents": 6, "stream": 4, "none": 6}[kind]
     assert measured_fill(feed, len(rows)) == sum(sizes) / (sum(sizes) + padding)
-
-
-def test_padding_is_no_text():
-    row = {
-        "input_ids": np.array([7, 8, 9, 0, 0]),
-        "labels": np.array([-100, 8, -100, -100, -100]),
-        "reward": np.array(2.0),
-    }
-    found = shown_row(row, "none", tokenizer("base"))
-    assert found.padding == 2
-    assert found.columns == {"reward": 2.0}
-    assert [(run.learnt, run.tokens) for run in found.documents[0]] == [(False, 1), (True, 1), (False, 1)]
-
-
-def test_colours_stand_for_marks_where_there_are_any():
-    row = ShownRow(((Run("ask ", False, 1), Run("say", True, 2)), (Run("more", False, 1),)), 3, {"reward": 0.5})
-    assert "ask ⟦say⟧" in as_text(row, 1, marks=True).plain
-    text = as_text(row, 1, marks=False)
-    assert "ask say" in text.plain
-    assert [str(span.style) for span in text.spans if text.plain[span.start : span.end] == "say"] == ["bold green"]
-    assert "row 1: 4 tokens in 2 documents, 2 learnt, reward=0.5" in text.plain
-    assert "3 tokens of padding" in text.plain
-
-
-@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 300], [5, 4096], list(range(1, 1000))])
-def test_every_length_is_in_one_bar(lengths):
-    for count in (12, 40):
-        edges = bins_of(np.array(lengths), count)
-        assert edges[0] == 0
-        assert edges[-1] > max(lengths)
-        assert len(set(np.diff(edges))) == 1
-        assert len(edges) <= count + 2
-    summary = SourceSummary("x", "messages", np.array(lengths), 0.5, 1, None, Counts())
-    text = as_histogram([summary], 64).plain
-    bars = [int(line.split()[-1].replace(",", "")) for line in text.split("\n")[1:] if " to " in line]
-    assert sum(bars) == len(lengths)

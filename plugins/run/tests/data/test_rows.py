@@ -392,11 +392,7 @@ def rows_of_their_own() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sizes"),
-    [
-        ("single", {}),
-        *(pytest.param("fsdp2", {f"{axis}_size": 2}, marks=pytest.mark.slow) for axis in ("tp", "pp", "cp")),
-    ],
+    ("strategy", "sizes"), [("single", {}), pytest.param("fsdp2", {"cp_size": 2}, marks=pytest.mark.slow)]
 )
 def test_documents_in_one_row_with_a_mask_of_ones_train_as_in_rows_of_their_own(strategy, sizes, rows_of_their_own):
     expected, expected_weights = rows_of_their_own

@@ -1,4 +1,4 @@
-"""Runs on packed, padded, mixed and streamed documents go on in the middle, on the same mesh and on another."""
+"""Runs on packed, padded and streamed documents go on in the middle, on the same mesh and on another."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(workplace: Path, kind: str) -> dict[str, Any]:
     """What a run file says of its data and mesh: two sources, shuffled, with shares where one is streamed."""
-    streamed = kind == "streamed"
     sources: list[dict[str, Any]] = [{"files": str(workplace / f"{name}.jsonl")} for name in ("a", "b")]
-    if kind in ("mixed", "streamed"):
+    if kind == "streamed":
         sources = [{**source, "weight": weight} for source, weight in zip(sources, (1, 2), strict=True)]
-    if streamed:
         sources[0]["streaming"] = True
     return {
         "data": {
@@ -75,10 +73,12 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_goes_on(kind: str, meshes: list[str], workplace: Path, directory: Path) -> None:
-    """Kill a run, and go on with it: bit for bit on the same mesh, and to rounding on others."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mesh"), [("packed", "tp"), ("padded", "pp"), ("streamed", "cp")])
+def test_a_run_goes_on_on_the_same_mesh_and_on_another(kind: str, mesh: str, workplace: Path, tmp_path: Path) -> None:
+    """Kill a run, and go on with it: bit for bit on the same mesh, and to rounding on another."""
     given = settings(workplace, kind)
-    places = {name: Place(workplace, directory / name) for name in ("whole", "killed")}
+    places = {name: Place(workplace, tmp_path / name) for name in ("whole", "killed")}
     for place in places.values():
         place.directory.mkdir()
     places["whole"].runs(ranks=2, **given, **MESHES["dp"])
@@ -86,8 +86,8 @@ def check_goes_on(kind: str, meshes: list[str], workplace: Path, directory: Path
     assert len(expected) == STEPS
     _, _, code = places["killed"].run(ranks=2, kill_after=KILLED_AFTER, **given, **MESHES["dp"])
     assert code == 137
-    for name in ("dp", *meshes):
-        again = Place(workplace, directory / name)
+    for name in ("dp", mesh):
+        again = Place(workplace, tmp_path / name)
         shutil.copytree(places["killed"].directory, again.directory)
         again.runs(ranks=2, **given, **MESHES[name])
         found = again.metrics()
@@ -102,41 +102,11 @@ def check_goes_on(kind: str, meshes: list[str], workplace: Path, directory: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mesh"), [("packed", "tp"), ("padded", "pp"), ("streamed", "cp")])
-def test_a_run_goes_on_on_the_same_mesh_and_on_another(kind: str, mesh: str, workplace: Path, tmp_path: Path) -> None:
-    check_goes_on(kind, [mesh], workplace, tmp_path)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("kind", ["packed", "padded", "mixed", "streamed"])
-def test_a_run_goes_on_on_every_axis(kind: str, workplace: Path, tmp_path: Path) -> None:
-    check_goes_on(kind, ["tp", "cp", "pp"], workplace, tmp_path)
-
-
-@pytest.mark.slow
 def test_other_weights_are_another_run(workplace: Path, tmp_path: Path) -> None:
     place = Place(workplace, tmp_path)
-    given = settings(workplace, "mixed")
+    given = settings(workplace, "streamed")
     place.runs(**given, steps=2)
     given["data"]["sources"][0]["weight"] = 5
     _, told, code = place.run(**given, steps=4)
     assert code == 2
     assert "data.weights" in told
-
-
-@pytest.mark.slow
-def test_a_model_with_a_state_is_refused_by_the_plan(workplace: Path, tmp_path: Path) -> None:
-    given = settings(workplace, "packed")
-    given["model"] = {
-        "model_type": "mamba2",
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_heads": 4,
-        "head_dim": 8,
-        "state_size": 8,
-        "n_groups": 1,
-    }
-    _, told, code = Place(workplace, tmp_path).run(**given)
-    assert code == 2
-    assert "lets documents that share a row see those before them" in told
-    assert not (tmp_path / "out" / "checkpoints").exists()

@@ -77,27 +77,37 @@ def rows_of(batches: list[Batch]) -> list[bytes]:
     ]
 
 
+def read(feed: Feed, count: int) -> tuple[list[list[bytes]], list[str]]:
+    """The rows of the first steps, and the state before each as a checkpoint keeps it."""
+    steps, states = [], []
+    for step in range(count):
+        states.append(json.dumps(feed.state(step)))
+        steps.append(rows_of(feed.microbatches(step)))
+        if step % 2:
+            # A loop has begun the next step when it saves.
+            states[step] = json.dumps(feed.state(step))
+    return steps, states
+
+
+def resumed(config: DataConfig, feed: Feed, step: int, state: str, size: int, micro: int = 2) -> list[Feed]:
+    """Feeds on another mesh, which go on where one was."""
+    again = feeds(config, size, micro, origin=(step, feed.position(step)))
+    for each in again:
+        each.load_state(json.loads(state))
+    return again
+
+
 def steps_of(feeds: list[Feed], steps: range) -> list[list[bytes]]:
     return [[row for feed in feeds for row in rows_of(feed.microbatches(step))] for step in steps]
 
 
-@pytest.mark.parametrize(
-    "packing", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("documents", "stream"))]
-)
+@pytest.mark.parametrize("packing", ["none", pytest.param("documents", marks=pytest.mark.slow)])
 def test_a_stream_goes_on_from_any_step_on_another_mesh(config: Any, packing: str) -> None:
-    given = config(packing=packing, **({"too_long": None} if packing == "stream" else {}))
+    given = config(packing=packing)
     (whole,) = feeds(given)
-    states, steps = [], []
-    for step in range(30):
-        states.append(json.dumps(whole.state(step)))
-        steps.append(rows_of(whole.microbatches(step)))
-        if step % 2:
-            # A loop has begun the next step when it saves.
-            states[step] = json.dumps(whole.state(step))
+    steps, states = read(whole, 30)
     for step, size, micro in ((1, 1, 2), (8, 2, 2), (13, 4, 2), (21, 2, 1), (28, 1, 8)):
-        again = feeds(given, size, micro, origin=(step, whole.position(step)))
-        for feed in again:
-            feed.load_state(json.loads(states[step]))
+        again = resumed(given, whole, step, states[step], size, micro)
         for number in range(step, 30):
             found = [row for feed in again for row in rows_of(feed.microbatches(number))]
             if packing == "none":
@@ -140,39 +150,11 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
         {"files": str(tmp_path / "b.jsonl"), "weight": 3},
     )
     (whole,) = feeds(given)
-    steps, states = [], []
-    for step in range(40):
-        states.append(json.dumps(whole.state(step)))
-        steps.append(rows_of(whole.microbatches(step)))
-    again = feeds(given, 2, origin=(17, whole.position(17)))
-    for feed in again:
-        feed.load_state(json.loads(states[17]))
+    steps, states = read(whole, 40)
+    again = resumed(given, whole, 17, states[17], 2)
     assert steps_of(again, range(17, 40)) == steps[17:]
     with pytest.raises(CheckpointError, match="1 sources are read while training, but the checkpoint tells of 0"):
         again[0].load_state(None)
-
-
-def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = importlib.import_module("meshwright_run.data.order")
-    given = config()
-    (whole,) = feeds(given)
-    for step in range(6):
-        whole.microbatches(step)
-    state = json.loads(json.dumps(whole.state(5)))
-    read: list[str] = []
-    real = loader.read_records
-
-    def counting(*arguments: Any) -> Any:
-        for record in real(*arguments):
-            read.append(record.where)
-            yield record
-
-    monkeypatch.setattr(loader, "read_records", counting)
-    (again,) = feeds(given, origin=(5, whole.position(5)))
-    again.load_state(state)
-    again.microbatches(5)
-    assert int(state[0]["reader"]["dataset_state"]["record"]) > 0
-    assert read[0].endswith(f":{state[0]['reader']['dataset_state']['record'] + 1}")
 
 
 def test_a_stream_that_holds_nothing_is_told(config: Any, tmp_path: Path) -> None:
@@ -223,15 +205,9 @@ def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     given = config({"dataset": str(tmp_path / "saved"), "streaming": True})
     (whole,) = feeds(given)
-    states, steps = [], []
-    for step in range(12):
-        states.append(json.dumps(whole.state(step)))
-        steps.append(rows_of(whole.microbatches(step)))
+    steps, states = read(whole, 12)
     for step in (1, 4, 9):
-        again = feeds(given, 2, origin=(step, whole.position(step)))
-        for feed in again:
-            feed.load_state(json.loads(states[step]))
-        assert steps_of(again, range(step, 12)) == steps[step:]
+        assert steps_of(resumed(given, whole, step, states[step], 2), range(step, 12)) == steps[step:]
 
 
 def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import Mesh, MeshSizes, open_world, resolve
 from meshwright.base.errors import MeshError, StrategyError
 from meshwright.base.processes import SETTINGS, prefer_expandable_segments, uses_expandable_segments
 from meshwright.cli import main as command_line
@@ -145,27 +144,6 @@ def test_tensor_and_context_options_act_on_nothing_at_one_rank_and_the_first_ran
     assert idle[1][1] == []
 
 
-def _built(options: dict[str, Any]) -> tuple[str, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        world = open_world("cpu")
-        stack, degrees = resolve("fsdp2", MeshSizes(), world.size, **options)
-        manager = stack.build(Mesh(degrees, world))
-    return type(manager).__name__, [str(each.message) for each in caught]
-
-
-def test_async_tensor_parallelism_and_options_of_a_pipeline_act_on_nothing_at_one_rank() -> None:
-    config = {"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True}
-    pipeline = {"pipeline": {"pp_schedule": "gpipe", "pp_microbatch_size": 2}}
-    (name, told), (_, other) = pool(2).run(_built, {"config": config, "wrapper_config": pipeline})
-    assert name == "FSDP2Manager"
-    assert sorted(told) == [
-        "PipelineConfig acts on nothing here: pp_size is 1.",
-        "sequence_parallel=True and enable_async_tensor_parallel=True act on nothing here: tp_size is 1.",
-    ]
-    assert other == []
-
-
 LAYERS = ["LlamaAttention", "LlamaMLP"]
 
 
@@ -193,9 +171,3 @@ def test_options_of_megatron_fsdp_without_effect_say_so_once_and_change_nothing(
     assert losses == pool(2).run(_losses_and_warnings, "megatron_fsdp", units, {})[0][0]
     assert [text[: len(start)] for text, start in zip(first, told, strict=True)] == told
     assert second == []
-
-
-@pytest.mark.slow
-def test_what_ddp_hands_over_says_the_same() -> None:
-    config = {"use_megatron_fsdp": True, "gradient_reduce_div_fusion": False}
-    assert [len(told) for _, told in pool(2).run(_losses_and_warnings, "ddp", config, {})] == [1, 0]

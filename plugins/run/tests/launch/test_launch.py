@@ -14,7 +14,6 @@ import pytest
 from support import launch_targets
 from support.commands import LAUNCHER_VARIABLES
 from support.served import served
-from support.starts import TORCHRUN
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
 from meshwright.launch.environment import started_by_launcher
@@ -129,33 +128,6 @@ def test_a_signal_to_the_parent_ends_every_process_silently(number, code, runnin
     assert_ranks_end(pids)
 
 
-@pytest.mark.slow
-def test_ctrl_c_during_the_imports_is_silent():
-    job = subprocess.Popen([sys.executable, TARGETS, "run_until_stopped", "2"], process_group=0, **PIPES)
-    assert job.stdout.readline() == "warming up\n"
-    time.sleep(0.5)  # both the parent and the fork server are importing torch now
-    os.killpg(job.pid, signal.SIGINT)
-    try:
-        _, err = job.communicate(timeout=PROMPT_S)
-    finally:
-        job.kill()
-    assert (job.returncode, err) == (130, "")
-
-
-def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    line = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *command]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
-
-
-@pytest.mark.slow
-def test_torchrun_shows_the_error_once():
-    done = torchrun(2, TARGETS, "model_error_on_rank_1", "2")
-    assert done.returncode == 1  # torchrun's own
-    assert done.stderr.count("error: no such model\n") == 1
-    assert re.search(r"exitcode\s*: 2 ", done.stderr)  # the rank's
-    assert not ECHOES.search(done.stderr)
-
-
 def test_launch_refuses_to_start_no_rank():
     with pytest.raises(ConfigError, match="nproc=0"):
         launch(print, (), nproc=0)
@@ -186,15 +158,6 @@ def test_main_that_returns_gives_0_and_a_user_error_shows_its_traceback_on_reque
     assert exit_code == 2
     assert err.startswith("Traceback")
     assert err.endswith(f"\nerror: no such model\n{SEE}modelerror\n")
-
-
-def test_bug_shows_its_traceback_and_notes(fail):
-    error = KeyError("weight")
-    error.add_note("while loading")
-    exit_code, err = fail(error)
-    assert exit_code == 1
-    assert err.startswith("Traceback")
-    assert err.endswith("\nKeyError: 'weight'\nwhile loading\n")
 
 
 @pytest.mark.parametrize(
@@ -238,36 +201,9 @@ open_world("cpu")
 threading.Thread(target=let_go, daemon=True).start()
 is_on.wait()
 """
-RANKS = """
-import os
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from meshwright import open_world
-
-open_world("cpu")
-groups = [dist.new_group() for _ in range(2)]
-for group in groups:
-    dist.barrier(group=group)
-for task in Path("/proc/self/task").iterdir():
-    # All threads on one core, and those of gloo after all others.
-    os.sched_setaffinity(int(task.name), {min(os.sched_getaffinity(0))})
-    if "gloo_run" in (task / "comm").read_text():
-        os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
-for index in range(40):
-    dist.all_reduce(torch.ones(100_000), group=groups[index % 2], async_op=True).wait()
-"""
 
 
 @pytest.mark.slow
 def test_a_process_ends_once_threads_of_gloo_have_let_go():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "has let go"), done.stderr
-
-
-@pytest.mark.slow
-def test_ranks_that_have_done_their_work_are_not_aborted(tmp_path: Path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS, encoding="utf-8")
-    done = torchrun(3, str(script))
-    assert done.returncode == 0, done.stderr

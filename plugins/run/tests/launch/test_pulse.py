@@ -114,24 +114,6 @@ def test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_begun_
     assert culprits({0: Report(sign(moves=3)), 1: Report(sign(moves=2))}) == [1]
 
 
-def test_progress_is_of_phases_and_microbatches_and_what_is_new_may_be_slow():
-    progress, found = Progress(), []
-    for step in (1, 2):
-        progress.begin(step, "data")
-        found.append(progress.at)
-        progress.enter("forward_backward")
-        progress.move()
-        found.append(progress.at)
-    assert [(at.step, at.part, at.moves) for at in found] == [(1, 1, 0), (1, 2, 1), (2, 1, 0), (2, 2, 1)]
-    assert [(at.settled, at.patient) for at in found] == [(False, True), (False, True), (True, False), (True, False)]
-    for phase, patient in (("evaluation", True), ("data", False), ("evaluation", False), ("save", True)):
-        progress.enter(phase)
-        assert (progress.at.phase, progress.at.patient) == (phase, patient)
-    progress.enter("data")
-    progress.enter("save")
-    assert progress.at.patient
-
-
 def owns(*seconds: float, steps: int = 20) -> dict[int, Sign]:
     return {rank: sign(own_s=own, step_s=0.2, steps=steps) for rank, own in enumerate(seconds)}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from meshwright.plugin import FrozenModel, PathText, nearest
 
@@ -32,15 +32,25 @@ FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
 _OF_BATCHES = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
+def _named(place: Any) -> Any:
+    patterns = [place] if isinstance(place, str) else place
+    if patterns is not None and not (patterns and all(pattern.strip() for pattern in patterns)):
+        raise ValueError("names no files; write 'stdlib', a glob, or a list of globs")
+    return place
+
+
+_IS_NAMED = AfterValidator(_named)
+
+
 class SourceConfig(FrozenModel):
     """One place that examples come from, and what each is."""
 
-    files: PathText | list[PathText] | None = Field(
+    files: Annotated[PathText | list[PathText] | None, _IS_NAMED] = Field(
         default=None,
         description="'stdlib', or one or several globs of .txt, .jsonl, .json, .parquet or .csv files, each also "
         "with .gz or .zst; ~ and ** are allowed.",
     )
-    dataset: PathText | None = Field(
+    dataset: Annotated[PathText | None, _IS_NAMED] = Field(
         default=None, description="In place of files: a directory that Hugging Face datasets saved, or a hub id."
     )
     name: str | None = Field(default=None, description="Configuration of the dataset.")
@@ -69,11 +79,6 @@ class SourceConfig(FrozenModel):
     @property
     def group(self) -> int:
         return 2 if self.format == "preference" else 1
-
-    @field_validator("files", "dataset")
-    @classmethod
-    def _is_named(cls, place: str | list[str] | None) -> str | list[str] | None:
-        return place if place is None else _named(place)
 
     @model_validator(mode="after")
     def _is_of_use(self) -> SourceConfig:
@@ -111,7 +116,7 @@ class DataConfig(FrozenModel):
     eval_sets: dict[str, SourceConfig | list[SourceConfig]] = Field(
         default={}, description="Further sets to evaluate on, by name, beside what is held out of the sources."
     )
-    corpus: PathText | list[PathText] = Field(
+    corpus: Annotated[PathText | list[PathText], _IS_NAMED] = Field(
         default="stdlib",
         description="'stdlib' (the sources of the running Python's standard library), or one or several globs of "
         ".txt files (a document each) and .jsonl files (a document per line); ~ and ** are allowed.",
@@ -184,11 +189,6 @@ class DataConfig(FrozenModel):
             yield f"sources.{number}", source
         for name, sources in self.evaluation_sources().items():
             yield from ((f"eval_sets.{name}", source) for source in sources)
-
-    @field_validator("corpus")
-    @classmethod
-    def _corpus_is_named(cls, corpus: str | list[str]) -> str | list[str]:
-        return _named(corpus)
 
     @model_validator(mode="after")
     def _goes_together(self) -> DataConfig:
@@ -268,13 +268,6 @@ class DataConfig(FrozenModel):
         for name, value, plain in (("loss_on", self.loss_on, "answers"), ("chat_template", self.chat_template, None)):
             if value != plain and not answers:
                 raise ValueError(f"{name} has no use: all sources are {' or '.join(sorted(formats))}. Leave it out")
-
-
-def _named(place: str | list[str]) -> str | list[str]:
-    patterns = [place] if isinstance(place, str) else place
-    if not patterns or not all(pattern.strip() for pattern in patterns):
-        raise ValueError("names no files; write 'stdlib', a glob, or a list of globs")
-    return place
 
 
 def _check_weights(sources: list[SourceConfig]) -> None:

@@ -216,10 +216,6 @@ def _widths(longest: np.ndarray, seq_len: int, place: Place) -> list[int]:
     return [min(seq_len, int(-(-each // unit)) * unit) for each in longest]
 
 
-_PADDED_STEPS = 20
-"""Steps that tell how full padded rows are: that depends on which ones are in one microbatch."""
-
-
 @dataclass(frozen=True)
 class RunRows:
     """The rows of a run: of each source, its weight (None: by numbers of rows), and evaluation sets by name."""

@@ -182,9 +182,8 @@ def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Tabl
     table = Table(box=None, pad_edge=False)
     table.add_column("source", overflow="fold")
     table.add_column("format")
-    for name in ["records", "documents", "tokens", "learnt", "rows", "fill", "cut", "dropped", "split"]:
-        table.add_column(name, justify="right")
-    for name in ("nothing learnt", "turns unanswered"):
+    numbered = ("records", "documents", "tokens", "learnt", "rows", "fill", "cut", "dropped", "split")
+    for name in (*numbered, "nothing learnt", "turns unanswered"):
         table.add_column(name, justify="right")
     for each in summaries:
         counts, fill = each.counts, measured if each.fill is None else each.fill

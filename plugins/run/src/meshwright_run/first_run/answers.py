@@ -123,9 +123,8 @@ def is_hub_id(model: str) -> bool:
 
 def format_named(name: str) -> Format:
     """Return the format of that name; raise ConfigError if there is none."""
-    for format in FORMATS:
-        if format == name:
-            return format
+    if name in FORMATS:
+        return name
     raise ConfigError(f"--format={name!r} is not one of {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
 
 

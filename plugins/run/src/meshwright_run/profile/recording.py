@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -85,9 +84,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def around(self, index: int) -> AbstractContextManager[None]:
@@ -199,13 +196,10 @@ def spans_of(profiler: profile) -> list[Span]:
 class FaultFiles:
     """An observer that writes files to output_dir/faults when this rank fails.
 
-        rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
-                                  sizes, when begun, and whether they are over ("retired")
-        rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
-        rank-00000-stacks.txt     where each thread was in Python
-
-    Args:
-        directory: of the run.
+    rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
+                              sizes, when begun, and whether they are over ("retired")
+    rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
+    rank-00000-stacks.txt     where each thread was in Python
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
