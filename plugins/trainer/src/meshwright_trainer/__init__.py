@@ -27,7 +27,16 @@ _OVER = {
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
 _OWN = {"MeshArguments": ".arguments", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
-__all__ = [*_OWN, *_OVER]
+__all__ = [
+    "MeshArguments",
+    "MeshDPOTrainer",
+    "MeshGRPOMixin",
+    "MeshGRPOTrainer",
+    "MeshRewardTrainer",
+    "MeshSFTTrainer",
+    "MeshTrainer",
+    "MeshTrainerMixin",
+]
 
 
 def __getattr__(name: str) -> Any:
