@@ -23,7 +23,7 @@ from support.refusals import raises_with
 from support.runs import Place
 from support.tiers import mostly_slow
 from support.told import told
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
 import meshwright as mw
@@ -35,7 +35,7 @@ from meshwright.optim.groups import Optimizers, Trained, group_numbers, what_is_
 from meshwright.plugin import ScheduleConfig
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.case import TOLERANCE, Outcome
+from meshwright_testing.case import TOLERANCE, Outcome, share
 from meshwright_testing.models import case_model
 from meshwright_testing.parity import difference, train_case
 from meshwright_testing.tasks import Part, train_resumed, wrong_rates
@@ -212,17 +212,26 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def with_own(task: Callable[..., Any], *arguments: Any) -> Any:
+    mw.allow_imports(__name__)
+    return task(*arguments)
+
+
 @functools.lru_cache
 def expected(case: Case) -> Outcome:
-    (found,) = pool(1).run(unrounded, train_case, "single", {}, {}, case.undivided())
+    (found,) = pool(1).run(with_own, unrounded, train_case, "single", {}, {}, case.undivided())
     return found  # type: ignore[no-any-return]
+
+
+def apart(case: Case, layout: tuple[int, str, dict[str, Any], dict[str, Any]]) -> float:
+    ranks, *how = layout
+    outcomes = pool(ranks).run(with_own, unrounded, train_case, *how, case, timeout_s=300)
+    return difference(outcomes, expected(case)).worst
 
 
 @pytest.mark.parametrize("layout", mostly_slow(["fsdp2", "fsdp2, tp", "pipeline over fsdp2"]))
 def test_muon_for_matrices_and_adamw_for_the_rest_are_at_parity(layout: str) -> None:
-    ranks, *how = LAYOUTS[layout]
-    outcomes = pool(ranks).run(unrounded, train_case, *how, CASE, timeout_s=300)
-    assert difference(outcomes, expected(CASE)).worst <= TOLERANCE
+    assert apart(CASE, LAYOUTS[layout]) <= TOLERANCE
 
 
 def refusal(config: dict[str, Any], strategy: str, options: dict[str, Any], sizes: dict[str, Any]) -> str:
@@ -317,3 +326,49 @@ def test_groups_that_do_not_fit_the_model_of_a_run_are_errors_before_it_starts(t
     assert code == 2
     assert "optimizer.groups[0]: optimizer 'Muon' refuses" in error
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def trained_by_hand(case: Case) -> list[Tensor]:
+    """Two optimizers and a loop of plain torch."""
+    model = llama()
+    named = dict(model.named_parameters())
+    muon = [p for name, p in named.items() if name.split(".")[-2].endswith("_proj")]
+    norms = [p for name, p in named.items() if "norm" in name]
+    adamw = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.0}
+    optimizers = [
+        Muon(muon, lr=0.02, weight_decay=0.1, momentum=0.9),
+        AdamW([named["model.embed_tokens.weight"]], **{**adamw, "lr": 5e-3, "weight_decay": 0.3, "eps": 1e-6}),
+        AdamW([{"params": [named["lm_head.weight"]], "weight_decay": 0.1}, {"params": norms}], **adamw),
+    ]
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    for step in range(case.steps):
+        factor = [0.0, 1.0, 2 / 3, 1 / 3][step]
+        for optimizer, bases in zip(optimizers, rates, strict=True):
+            for group, base in zip(optimizer.param_groups, bases, strict=True):
+                group["lr"] = base * factor
+        (batch,) = share(case, step, 0, 1)
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        targets = batch["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), case.max_norm or 0.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp, distributed optimizer"])
+def test_an_optimizer_of_your_own_beside_others_is_at_parity(layout: str) -> None:
+    groups = [{"match": ["*_proj.weight"], "name": OWN, "lr": 1e-3}, {"match": ["*head*"], "name": "SGD"}]
+    with patch.dict("os.environ", MESHWRIGHT_ALLOWED_IMPORTS=__name__):
+        case = replace(CASE, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, groups=groups))
+    assert apart(case, LAYOUTS[layout]) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_in_one_process_they_are_two_optimizers_of_plain_torch() -> None:
+    (by_hand,) = pool(1).run(unrounded, trained_by_hand, CASE)
+    for found, weight in zip(by_hand, expected(CASE).weights.values(), strict=True):
+        assert float((found - weight).abs().max()) <= TOLERANCE

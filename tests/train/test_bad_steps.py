@@ -296,3 +296,13 @@ def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None
     keys = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
     found, expected = ([[line[key] for key in keys] for line in _lines(each)] for each in (parted, whole))
     assert found == expected
+
+
+@pytest.mark.parametrize(("window", "is_far"), [(LEAST_KNOWN, True), (50, False)], ids=["window=20", "window=50"])
+def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
+    """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
+    noise = [0.05 * math.sin(step) for step in range(LEAST_KNOWN + 30)]
+    losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]
+    found, judge = _judged(BadStepConfig(do="skip", deviations=8, window=window), [*losses, 2.0])
+    assert found == [False] * len(losses) + [is_far]
+    assert len(judge.state()["bad_steps"]["losses"]) == (window if is_far else len(losses))

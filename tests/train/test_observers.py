@@ -75,6 +75,12 @@ class Fails:
         raise RuntimeError("no room")
 
 
+class FailsAtTheEnd:
+    @hookimpl
+    def on_run_end(self) -> None:
+        raise RuntimeError("no room")
+
+
 class Options(FrozenModel):
     """Of the trackers of these tests."""
 
@@ -344,3 +350,20 @@ def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
         watch.end("optimizer")
         told.append({name: value for name, value in watch.take().items() if value})
     assert told == [{"forward_backward": 2.0, "clip": 1.0}, {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5}]
+
+
+@pytest.mark.slow
+def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(place: Place) -> None:
+    _, error, warned = place.observe(ranks=1, observers={0: [FailsAtTheEnd()]}, nproc=1, optimizer={"lr": 1e30})[0]
+    assert "the loss is" in error
+    assert any("an observer fails at the end of the run: RuntimeError: no room" in each for each in warned)
+
+
+@pytest.mark.slow
+def test_metrics_and_trackers_do_not_make_another_run(place: Place) -> None:
+    place.observe(plugs=True)
+    before = {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file() and ".lock" not in path.name}
+    told, error, _ = place.observe(plugs=True, metrics={"ranks": False}, trackers=["lines"])[0]
+    assert not told
+    assert not error
+    assert before == {path: path.read_bytes() for path in before}

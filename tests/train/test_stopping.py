@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
+from meshwright_run.data.tokenizing import Worker
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_run.run_sections import CheckpointConfig
 from meshwright_testing import pool
@@ -402,3 +404,65 @@ def test_signals_save_where_checkpoints_are_saved_or_where_they_are_asked_for() 
     assert off.stops_on.signals == []
     with pytest.raises(ValueError, match="SIGKILL"):
         CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGKILL"]}})
+
+
+def _messages(signals: StopSignals | None) -> list[int]:
+    """How many numbers each message to all ranks has that a loop sends."""
+    manager, _ = _built()
+    mesh, sent = manager.mesh, list[int]()
+
+    def noted(*numbers: Any) -> Any:
+        sent.append(sum(map(len, numbers)))
+        return type(mesh.world)._exchanged(mesh.world, *numbers)
+
+    mesh.world._exchanged = noted  # type: ignore[method-assign]
+    fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), steps=5, signals=signals))
+    return sent
+
+
+def _with_and_without() -> tuple[list[int], list[int]]:
+    with StopSignals(["SIGUSR1"]) as signals:
+        return _messages(None), _messages(signals)
+
+
+def _tokens(text: str) -> int:
+    return len(text)
+
+
+def _signalled_as_it_leaves() -> int:
+    manager, _ = _built()
+    mesh = manager.mesh
+    with StopSignals(["SIGUSR1"]) as signals, get_registry().observing(_SignalAt(1)):
+        try:
+            fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), 5, signals=signals))
+        except Stopped as stopped:
+            time.sleep(SAME_S + 0.1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.5)
+            return stopped.step
+    return 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left() -> None:
+    assert pool(2).run(_signalled_as_it_leaves) == [2, 2]
+
+
+@pytest.mark.slow
+def test_what_tokenizes_outlives_a_signal_to_all_processes() -> None:
+    worker = Worker(partial, _tokens)
+    try:
+        assert worker.call("abc") == 3
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker._process.pid, number)
+        assert worker.call("abcd") == 4
+    finally:
+        worker.close()
+    assert worker._process.returncode == 0
+
+
+@pytest.mark.slow
+def test_signals_that_may_come_cost_a_step_no_message_and_no_byte() -> None:
+    for without, with_signals in pool(2).run(_with_and_without):
+        assert with_signals == without
+        assert len(without) >= 5

@@ -219,3 +219,12 @@ def test_a_loop_by_hand_refuses_a_plan_that_leaves_out_norms_of_heads(door: str,
     for text, unchanged in pool(2).run(_forgetful, door, options):
         assert "replicates model.layers.0.self_attn.q_norm.weight" in text
         assert unchanged
+
+
+@slow
+def test_bfloat16_follows_one_rank_of_the_same_precision() -> None:
+    case = Case(dtype="float32")
+    config = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}}
+    alone = pool(1).run(train_case, "fsdp2", config, {}, case)[0].losses
+    for found in pool(4).run(train_case, "fsdp2", config | SP, TP2, case):
+        assert found.losses == pytest.approx(alone, rel=5e-3)

@@ -15,14 +15,15 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
-from meshwright import MeshwrightError, ModelError, count_tokens, get_strategy
-from meshwright.step.tokens import Tokens
+from meshwright import BatchError, MeshwrightError, ModelError, count_tokens, get_strategy
+from meshwright.step.tokens import Outputs, Tokens
 from meshwright.testing import Case, assert_parity
+from meshwright_pipeline.run.losses import LossOfLogits, objective_of
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
 from meshwright_testing import pool
 from meshwright_testing.case import share
 from meshwright_testing.models import ROUTED_VOCAB, RoutedModel, tiny_model
-from meshwright_testing.parity import build_manager, difference, reference, train_part, train_steps
+from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_part, train_steps
 
 DEEP = Case(layers=5, tied=True)
 WIDE = Case(layers=5, tied=True, sequences=16)
@@ -403,3 +404,32 @@ def test_options_that_cannot_act_are_refused_on_all_ranks(
     found = pool(2).run(_refusal, strategy, config, wrapper, Case(), PP2)
     assert len(set(found)) == 1
     assert all(text in found[0] for text in texts), found[0]
+
+
+def _after_refusal() -> tuple[str, dict[str, torch.Tensor]]:
+    """The refusal of a bad batch, and the weights of training that goes on after it."""
+    case = Case()
+    manager = build_manager("pipeline", {"pp_microbatch_size": 2}, PP2, case)
+    batch = share(case, 0, 0, 1)[0]
+    odd = [{key: value[:5] for key, value in batch.items()}]
+    with pytest.raises(BatchError) as caught:
+        manager.forward_backward(odd, num_tokens=count_tokens(odd, manager.mesh))
+    train_steps(manager, case, range(case.steps))
+    return str(caught.value), full_weights(manager)
+
+
+def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_ALLOWED_IMPORTS", __name__)
+    logits_BSV, targets_BS = torch.randn(2, 3, 7), torch.tensor([[1, 2, -100], [3, 4, -100]])
+    expected = _summed(logits_BSV, targets_BS)
+    objective = objective_of(f"{__name__}._summed")
+    assert isinstance(objective, LossOfLogits)
+    assert torch.equal(objective(Outputs(targets_BS, logits_BSV), {}), expected)
+    assert objective_of(None) is None
+
+
+def test_training_goes_on_after_a_refused_batch() -> None:
+    (first, weights), (second, _) = pool(2).run(_after_refusal)
+    assert first == second
+    for name, expected in reference(Case()).weights.items():
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-9)

@@ -23,7 +23,8 @@ from meshwright.testing import Case
 from meshwright.tracing.collectives import Traffic, measure_collectives
 from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
 from meshwright_pipeline.cut.study import Study
-from meshwright_pipeline.schedule.order import Exchange, with_communication
+from meshwright_pipeline.run.actions import Run
+from meshwright_pipeline.schedule.order import Exchange, peak_live, with_communication
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
 from meshwright_testing import pool
 from meshwright_testing.case import share
@@ -396,3 +397,51 @@ def test_a_model_that_keeps_what_cannot_be_sent_is_refused() -> None:
         Study(model, model_layout(model), {}).cut_at([1, 2])
     # Nothing is lost.
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def _lengths() -> list[float]:
+    """Losses with 16 tokens, 12, and 16 again."""
+    manager = build_manager("pipeline", {}, PP2, Case())
+    losses = []
+    for length in (16, 12, 16):
+        batches = [{key: value[:, :length] for key, value in batch.items()} for batch in share(Case(), 0, 0, 1)]
+        tokens = count_tokens(batches, manager.mesh)
+        losses.append(float(manager.eval_loss(batches, num_tokens=tokens)))
+        losses.append(float(manager.forward_backward(batches, num_tokens=tokens)))
+        for part in manager.model_parts:
+            part.zero_grad()
+    return losses
+
+
+def _alive(name: str) -> list[int]:
+    """The most microbatches between forward and backward, on each rank."""
+    manager = build_manager("pipeline", {"pp_schedule": name}, PP2, Case(layers=5))
+    most = 0
+    forward = Run._forward
+
+    def counting(run: Any, action: Any) -> None:
+        nonlocal most
+        forward(run, action)
+        # Weights that are put off keep their inputs.
+        most = max(most, len(run._flying) + len(run._rest))
+
+    Run._forward = counting  # type: ignore[method-assign]
+    try:
+        train_steps(manager, Case(layers=5), range(1))
+    finally:
+        Run._forward = forward  # type: ignore[method-assign]
+    return [most]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_live_microbatches_are_those_of_the_schedule(name: str) -> None:
+    stages = 2 * SCHEDULES[name].min_chunks
+    peaks = peak_live(build_schedule(name, ranks=2, stages=stages, microbatches=12))
+    assert pool(2).run(_alive, name) == [[peak] for peak in peaks]
+    assert {"gpipe": (12, 12), "1f1b": (2, 1)}.get(name, peaks) == peaks
+
+
+def test_lengths_may_change_from_step_to_step() -> None:
+    for first, one, second, two, third, three in pool(2).run(_lengths):
+        assert (first, second, third) == pytest.approx((one, two, three), rel=1e-12)
+        assert first == third != second
