@@ -64,12 +64,8 @@ def _switches() -> dict[str, Any]:
         found["torch.distributed.is_initialized()"] = torch.distributed.is_initialized()
     if "transformers" in sys.modules:
         found["the verbosity of transformers"] = logging.getLogger("transformers").level
-        loggers = [
-            (name, each) for name, each in logging.root.manager.loggerDict.items() if name.startswith("transformers")
-        ]
-        found["disabled loggers of transformers"] = sorted(
-            name for name, each in loggers if getattr(each, "disabled", False)
-        )
+        loggers = sorted(name for name in logging.root.manager.loggerDict if name.startswith("transformers"))
+        found["disabled loggers of transformers"] = [name for name in loggers if logging.getLogger(name).disabled]
     return found
 
 

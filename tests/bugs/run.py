@@ -35,25 +35,25 @@ from support.forked import CHANGE, ROOT, collect, prepare, run_tests, run_with_h
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "bugs.json"
 TABLE = ROOT / "docs" / "tests.md"
+PAGE = """# Planted bugs, and the tests that notice
+
+`tests/bugs/bugs.yaml` lists mistakes as real code has had them: wrong reductions, gradients, shards and
+schedules, lost data, wrong numbers, security. `python tests/bugs/run.py` plants each alone, in all processes
+of a test. The tests that are named fail under it and pass without it; others may fail, too. `--check` lists
+the bugs whose text or tests have changed.
+"""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of bugs.yaml.
-
-    Attributes:
-        why: what goes wrong.
-        where: qualified name of a function, class or constant, after names of its packages if that is ambiguous.
-        old, new: a text that occurs once in the source of `where`, and its replacement.
-        caught_by: names of tests with their parameters, without their files.
-    """
+    """A bug of bugs.yaml, by which `old`, which occurs once in the source of `where`, becomes `new`."""
 
     name: str
     why: str
-    where: str
+    where: str  # Qualified name of a function, class or constant, after names of its packages if that is ambiguous
     old: str
     new: str
-    caught_by: tuple[str, ...]
+    caught_by: tuple[str, ...]  # Names of tests with their parameters, without their files
 
     @property
     def digest(self) -> str:
@@ -114,11 +114,7 @@ def _spans(parent: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 
 def locate(bug: Bug) -> Definition:
-    """The definition that a bug changes.
-
-    Raises:
-        LookupError: there is none, or several, or the text does not occur once in it; names where it does occur.
-    """
+    """Find the definition that a bug changes. LookupError, which says where the text does occur: there is not one."""
     named = [each for each in definitions() if each.is_named(bug.where)]
     fitting = [each for each in named if each.source.count(bug.old) == 1]
     if len(fitting) == 1:
@@ -147,11 +143,7 @@ def find_tests(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def check(bugs: Sequence[Bug], *, collect: bool = True) -> dict[str, str]:
-    """Why bugs no longer apply, by name.
-
-    Args:
-        collect: let pytest collect the tests, so that parameters are checked as well.
-    """
+    """Return why bugs no longer apply, by name; with `collect` also where parameters of tests do not exist."""
     names = [test for bug in bugs for test in bug.caught_by]
     known: dict[str, Any] = find_tests(names) if collect else files_of(names)
     found = {}
@@ -193,19 +185,12 @@ def table(results: dict[str, Any]) -> str:
     """The page docs/tests.md."""
     bugs = read_bugs()
     counts = {kind: sum(status(bug, results) == kind for bug in bugs) for kind in ("caught", "missed", "not tried")}
+    counted = (
+        f"{counts['caught']} caught, {counts['missed']} missed, {counts['not tried']} changed since they were tried."
+    )
     lines = [
-        "# Planted bugs, and the tests that notice",
-        "",
-        "`tests/bugs/bugs.yaml` lists mistakes as real code has had them: wrong reductions, gradients, shards and",
-        "schedules, lost data, wrong numbers, security. `python tests/bugs/run.py` plants each alone, in all processes",
-        "of a test. The tests that are named fail under it and pass without it; others may fail, too. `--check` lists",
-        "the bugs whose text or tests have changed.",
-        "",
-        f"{len(bugs)} bugs: {counts['caught']} caught, {counts['missed']} missed, {counts['not tried']} changed "
-        "since they were tried.",
-        "",
-        "| bug | what goes wrong | in | tests | result |",
-        "|---|---|---|---|---|",
+        PAGE,
+        f"{len(bugs)} bugs: {counted}\n\n| bug | what goes wrong | in | tests | result |\n|---|---|---|---|---|",
     ]
     for bug in bugs:
         tests = ", ".join(dict.fromkeys(f"`{test.partition('[')[0]}`" for test in bug.caught_by))

@@ -24,19 +24,12 @@ def test_no_bug_was_missed_and_the_page_is_that_of_the_results() -> None:
     assert run.TABLE.read_text(encoding="utf-8") == run.table(results)
 
 
-@pytest.mark.parametrize(
-    ("where", "old", "reason"),
-    [
-        ("Mesh.data_rank", "not in any source", "does not occur once in Mesh.data_rank; it occurs in no definition"),
-        ("Mesh.no_such", "* self.degrees.dp_shard +", "there is no Mesh.no_such; it occurs in meshwright"),
-        ("mesh.Mesh.__init__", "def __init__(", ""),
-        ("__init__", "def __init__(", "there is no __init__"),
-    ],
-)
-def test_a_bug_that_no_longer_applies_is_described(where: str, old: str, reason: str) -> None:
-    bug = run.Bug("name", "why", where, old, "new", ())
-    if not reason:
-        assert run.locate(bug).name == "Mesh.__init__"
-        return
-    with pytest.raises(LookupError, match=reason):
-        run.locate(bug)
+def test_a_bug_that_no_longer_applies_is_described() -> None:
+    def located(where: str, old: str) -> str:
+        return run.locate(run.Bug("name", "why", where, old, "new", ())).name
+
+    assert located("mesh.Mesh.__init__", "def __init__(") == "Mesh.__init__"
+    with pytest.raises(LookupError, match=r"does not occur once in Mesh\.data_rank; it occurs in no definition"):
+        located("Mesh.data_rank", "not in any source")
+    with pytest.raises(LookupError, match=r"there is no Mesh\.no_such; it occurs in meshwright"):
+        located("Mesh.no_such", "* self.degrees.dp_shard +")

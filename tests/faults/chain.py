@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,7 +34,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import yaml  # noqa: E402
 from support import netns  # noqa: E402
+from support.checkpoints import flip  # noqa: E402
 from support.kill_sweep import (  # noqa: E402
+    LAYOUTS,
     Run,
     arguments,
     command_of,
@@ -44,6 +46,7 @@ from support.kill_sweep import (  # noqa: E402
     new_report,
     ranks_of,
     shares,
+    short_name,
     write_report,
 )
 from support.replication import ranks_of_agent, spoil  # noqa: E402
@@ -53,21 +56,19 @@ from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
 from meshwright.checkpoint.manifest import verify  # noqa: E402
 
 WATCHDOG_S = 10.0
-SLACK_S = 5.0
-"""Beyond `watchdog_s`, until no rank is left that a fault has broken."""
+SLACK_S = 5.0  # Beyond `watchdog_s`, until no rank is left that a fault has broken
 PATIENCE_S = 240.0
 CUT_S, FULL_S = 5.0, 2.0
 STEPS_A_FAULT, STEPS_WHILE_FULL = 12, 150
+OVERLAPPED = LAYOUTS["ddp, distributed optimizer"]["strategy_config"]
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
 """Of torchrun's agents: a node that is silent for 5 s is gone."""
 MARK = "MESHWRIGHT_TEST_CHAIN"
-ROOM_BYTES = 64 << 20
-"""Of the disk that is filled."""
+ROOM_BYTES = 64 << 20  # Of the disk that is filled
 MEMORY = re.compile(r"going on from memory, after step (\d+)")
 DISK = re.compile(r"going on from \S+/step-(\d+), after step")
 HAMMERS = ("rank", "parent", "stop", "full disk", "bit on disk", "bit in memory", "bit in a copy", "pre-emption")
-NODES = ("node", "agent", "cut", "cut for good")
-"""What only several nodes have; "parent" is the agent of one there."""
+NODES = ("node", "agent", "cut", "cut for good")  # What only several nodes have; "parent" is the agent of one there
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class Stack:
 
     @property
     def faults(self) -> list[str]:
-        """The kinds that can strike it."""
         kinds = [each for each in HAMMERS if each != "bit in a copy" or self.copies]
         if self.nodes > 1:
             kinds = [each for each in kinds if each != "parent"] + list(NODES)
@@ -91,14 +91,7 @@ class Stack:
 STACKS: dict[str, Stack] = {
     "fsdp2 x tp": Stack({"strategy": "fsdp2", "tp_size": 2}, ranks=4, copies=True),
     "megatron_fsdp": Stack({"strategy": "megatron_fsdp"}),
-    "ddp, distributed optimizer": Stack(
-        {
-            "strategy": "ddp",
-            "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True},
-        },
-        nodes=2,
-        copies=True,
-    ),
+    "ddp, distributed optimizer": Stack({"strategy": "ddp", "strategy_config": OVERLAPPED}, nodes=2, copies=True),
     "pipeline over fsdp2": Stack({"strategy": "fsdp2", "pp_size": 2}, nodes=2, ranks=4),
     "fsdp2": Stack({"strategy": "fsdp2", "batch_size": 6}, nodes=3, ranks=3, copies=True),
 }
@@ -145,6 +138,12 @@ def processes(mark: str) -> dict[int, list[bytes]]:
     return found
 
 
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def until(has_come: Callable[[], Any], limit_s: float = PATIENCE_S, look_s: float = 0.02) -> float:
     """Seconds until something has come. Broken: it does not."""
     began = time.monotonic()
@@ -175,7 +174,6 @@ class Job:
         return b"".join(texts.values()).decode(errors="replace")
 
     def spoken(self) -> dict[Path, int]:
-        """Bytes that commands have said, by their files."""
         return {path: path.stat().st_size for path in self._outputs}
 
     def start(self) -> None:
@@ -199,12 +197,10 @@ class Job:
                 for number, node in enumerate(self.nodes)
             ]
         self.commands = []
+        options: Any = {"env": environment, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": HERE}
         for number, command in enumerate(commands):
             with self.run.file.with_suffix(f".said.{self.sittings:03}.{number}").open("wb") as output:
-                started = subprocess.Popen(
-                    command, env=environment, stdout=output, stderr=output, start_new_session=True, cwd=HERE
-                )
-            self.commands.append(started)
+                self.commands.append(subprocess.Popen(command, stdout=output, **options))
 
     def ranks(self) -> list[int]:
         """The living ranks, in the order in which they were started."""
@@ -216,7 +212,6 @@ class Job:
         return [pid for pid, command in processes(self.mark).items() if b"meshwright_replicate.keeper" in command]
 
     def has_ended(self) -> bool:
-        """Whether a command has; a scheduler then ends the others."""
         return any(each.poll() is not None for each in self.commands)
 
     def is_well(self) -> bool:
@@ -235,19 +230,16 @@ class Job:
                 each.wait()
         with suppress(Broken):
             until(lambda: not processes(self.mark), SLACK_S)
-        left = processes(self.mark)
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if left:
+        if left := self.kill():
             raise Broken(f"processes outlive what has started them: {left}")
 
-    def kill(self) -> None:
-        for pid in processes(self.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def kill(self) -> dict[int, list[bytes]]:
+        """Kill all processes of the run; return those that were left."""
+        left = processes(self.mark)
+        kill_all(left)
         for each in self.commands:
             each.wait()
+        return left
 
 
 def filled(directory: Path) -> Path:
@@ -262,15 +254,6 @@ def filled(directory: Path) -> Path:
     return ballast
 
 
-def changed_bit(path: Path, dice: random.Random) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(dice.randrange(size))
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1 << dice.randrange(8)]))
-
-
 class Chain:
     """All faults of a stack."""
 
@@ -278,7 +261,7 @@ class Chain:
         self.name, self.stack, self.dice = name, stack, dice
         self._kinds = drawn(stack, faults, dice)
         steps = STEPS_A_FAULT * faults + STEPS_WHILE_FULL * self._kinds.count("full disk") + 12
-        short = "".join(letter if letter.isalnum() else "-" for letter in name)
+        short = short_name(name)
         settings = stack.settings | {"nproc": stack.ranks, "steps": steps, "watchdog_s": WATCHDOG_S}
         settings |= {"verify_every": 3, "max_restarts": 1000, "timeout_s": 60}
         self.whole = make_run(workplace, f"{short}-whole", settings)
@@ -299,7 +282,7 @@ class Chain:
     def strikes(self) -> Iterator[Struck]:
         """Each fault. Broken: the run does not survive one."""
         self._train_whole()
-        with self._own_disk(), self._nodes() as nodes:
+        with self._own_disk(), netns.nodes(self.stack.nodes) if self.stack.nodes > 1 else nullcontext(()) as nodes:
             job = self.job = Job(self.run, self.stack, nodes)
             try:
                 job.start()
@@ -330,14 +313,6 @@ class Chain:
             yield
         finally:
             subprocess.run(["umount", "--lazy", str(self.disk)], check=False)
-
-    @contextmanager
-    def _nodes(self) -> Iterator[Sequence[netns.Node]]:
-        if self.stack.nodes == 1:
-            yield ()
-            return
-        with netns.nodes(self.stack.nodes) as found:
-            yield found
 
     # -- one fault
 
@@ -401,10 +376,10 @@ class Chain:
             # Where it is the only one, nothing is left to go on from; the run says so, and awaits a copy of it.
             if len(self._saved()) > 1:
                 newest = steps_in(self.run.checkpoints)[0][1]
-                changed_bit(dice.choice(sorted(newest.glob("tensors-*"))), dice)
+                struck = dice.choice(sorted(newest.glob("tensors-*")))
+                flip(struck, 8 * dice.randrange(struck.stat().st_size) + dice.randrange(8))
                 self.place = newest.name
-            for pid in (*[each.pid for each in job.commands], *job.keepers()):
-                os.kill(pid, signal.SIGKILL)
+            kill_all((*[each.pid for each in job.commands], *job.keepers()))
         elif kind == "bit in memory":
             self._flip()
         elif kind == "bit in a copy":
@@ -414,9 +389,7 @@ class Chain:
                     spoil(keeper)
             os.kill(dice.choice(ranks), signal.SIGKILL)
         elif kind == "node":
-            for pid in dice.choice(job.nodes).pids():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(dice.choice(job.nodes).pids())
         elif kind == "cut":
             cut = dice.choice(job.nodes)
             cut.unplug()
@@ -444,13 +417,8 @@ class Chain:
             raise Broken(f"the rank whose bit has flipped ({self.place}) was not named")
 
     def _await_step(self, step: int, since: float = 0.0) -> None:
-        """Wait until a step is done, and see to it that the run is begun again where its command has ended."""
-
-        def look() -> bool:
-            self._restart_ended()
-            return self._when(step, since) > 0
-
-        until(look)
+        """Wait until a step is done, and begin the run again where its command has ended."""
+        until(lambda: self._restart_ended() or self._when(step, since) > 0)
 
     def _restart_ended(self) -> None:
         job = self.job
@@ -487,20 +455,17 @@ class Chain:
         return max((int(line["step"]) for line in self._lines()), default=0)
 
     def _when(self, step: int, since: float) -> float:
-        """When a step was first done since then; 0: it was not."""
         return next((each["time"] for each in self._lines() if each["step"] >= step and each["time"] > since), 0.0)
 
     def _saved(self) -> list[int]:
-        """The steps of which there are checkpoints, the newest first."""
         return [step for step, _ in steps_in(self.run.checkpoints)] if self.run.checkpoints.is_dir() else []
 
     # -- the end
 
     def _compare(self) -> None:
         struck, whole = self.run.numbers(), self.whole.numbers()
-        for one, other in zip(struck, whole, strict=True):
-            if one != other:
-                raise Broken(f"{self.name}: other metrics: {one} instead of {other}")
+        if differing := [pair for pair in zip(struck, whole, strict=True) if pair[0] != pair[1]]:
+            raise Broken(f"{self.name}: other metrics: {differing[0]}")
         if fingerprint(self.run.directory / "model") != fingerprint(self.whole.directory / "model"):
             raise Broken(f"{self.name}: other weights")
         for _, place in steps_in(self.run.checkpoints):

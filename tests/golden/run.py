@@ -39,29 +39,12 @@ TEXT = (
 WORDS = TEXT.split()
 VOCAB, SEQ_LEN, ROWS = 96, 16, 12
 _NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "max_position_embeddings": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"moe_intermediate_size": 20, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    },
-    "qwen3_moe": {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "moe_intermediate_size": 20,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-    },
+    "llama": {**SIZES, "num_hidden_layers": 4},
+    "qwen3_moe": {**SIZES, **EXPERTS, "num_hidden_layers": 2},
     "gpt2": {"vocab_size": VOCAB, "n_embd": 30, "n_layer": 3, "n_head": 5, "n_positions": 64}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
@@ -226,26 +209,14 @@ def train_file() -> dict[str, Any]:
         for part in range(3):
             lines = [" ".join(WORDS[i] for i in row) + "." for row in sentences(part, 24).tolist()]
             (folder / f"{part}.txt").write_text("\n".join(lines), encoding="utf-8")
-        values = {
-            "strategy": "fsdp2",
-            "strategy_config": {"reduce_dtype": "float64"},
-            "nproc": 2,
-            "threads_per_rank": 1,
-            "device": "cpu",
-            "output_dir": str(folder / "out"),
-            "model": {"model_type": "llama"} | {k: v for k, v in MODELS["llama"].items() if k != "vocab_size"},
-            "data": {"corpus": str(folder / "*.txt"), "cache_dir": str(folder / "cache")}
-            | {"vocab_size": 300, "seq_len": 16, "eval_fraction": 0.2},
-            "steps": 6,
-            "batch_size": 4,
-            "micro_batch_size": 2,
-            "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "no_decay": ["*norm.weight", "*.0.*"]},
-            "schedule": {"name": "cosine", "warmup_steps": 2},
-            "ema": {"decay": 0.8},
-            "eval": {"every": 3, "sequences": 4},
-            "sample": None,
-            "plan": {"enabled": False},
-        }
+        values: dict[str, Any] = {"strategy": "fsdp2", "strategy_config": {"reduce_dtype": "float64"}, "nproc": 2}
+        values |= {"threads_per_rank": 1, "device": "cpu", "output_dir": str(folder / "out"), "sample": None}
+        values["model"] = {"model_type": "llama"} | {k: v for k, v in MODELS["llama"].items() if k != "vocab_size"}
+        values["data"] = {"corpus": str(folder / "*.txt"), "cache_dir": str(folder / "cache")}
+        values["data"] |= {"vocab_size": 300, "seq_len": 16, "eval_fraction": 0.2}
+        values |= {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval": {"every": 3, "sequences": 4}}
+        values["optimizer"] = {"lr": 1e-2, "weight_decay": 0.1, "no_decay": ["*norm.weight", "*.0.*"]}
+        values |= {"schedule": {"name": "cosine", "warmup_steps": 2}, "ema": {"decay": 0.8}, "plan": {"enabled": False}}
         path = folder / "run.yaml"
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
         command = [sys.executable, "-m", "meshwright", "train", str(path)]
@@ -253,16 +224,18 @@ def train_file() -> dict[str, Any]:
         if result.returncode != 0:
             raise RuntimeError(f"meshwright train failed:\n{result.stdout}{result.stderr}")
         lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-        evaluated = [value.hex() for line in lines for _, value in sorted(line.get("evaluations", {}).items())]
         # The trained weights and their average.
         files = (folder / "out").glob("model*/*.safetensors")
         weights = {f"{file.parent.name}/{k}": v for file in files for k, v in load_file(file).items()}
-        rates = [float(line["learning_rate"]).hex() for line in lines if "learning_rate" in line]
+
+        def column(key: str) -> list[str]:
+            return [float(line[key]).hex() for line in lines if key in line]
+
         return {
-            "losses": [float(line["loss"]).hex() for line in lines if "loss" in line],
-            "norms": [float(line["grad_norm"]).hex() for line in lines if "grad_norm" in line],
-            "rates": rates,
-            "evaluated": evaluated,
+            "losses": column("loss"),
+            "norms": column("grad_norm"),
+            "rates": column("learning_rate"),
+            "evaluated": [v.hex() for line in lines for _, v in sorted(line.get("evaluations", {}).items())],
             "weights": digest(weights),
         }
 
@@ -280,9 +253,7 @@ def outcome(run: Run | None) -> dict[str, Any]:
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """What differs, one line each."""
     lines = []
-    for key in expected:
-        if found[key] == expected[key]:
-            continue
+    for key in (key for key in expected if found[key] != expected[key]):
         pairs = zip(found[key], expected[key], strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0) if isinstance(found[key], list) else None
         lines.append(key if first is None else f"{key}, step {first}: {found[key][first]}, not {expected[key][first]}")

@@ -7,8 +7,7 @@ Several ranks share the one GPU, which NCCL refuses by default, so three ways ar
 used: a host name of its own for each rank (NCCL_HOSTID), so that NCCL talks over sockets; NCCL_MULTI_RANK_GPU_ENABLE,
 which newer versions know; and gloo, which carries CUDA tensors through the host.
 
-The file is written again after each case. Cases for which there was no time are counted. The exit code is 1 if any
-failed.
+The file is written again after each case. The exit code is 1 if any failed.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ranks import prepare
-from tried import backend_that_works
+from ranks import prepare, try_collectives
 
+from meshwright.testing import WorkerPool
 from meshwright_testing import conformance, pool
 
 STRATEGIES = ("fsdp2", "ddp")
@@ -37,7 +37,30 @@ WAYS: dict[str, dict[str, str]] = {
     "gloo": {"LOCAL_WORLD_SIZE": "{size}"},
 }
 
+PROBE_LIMIT_S = 25
 Report = dict[str, Any]
+
+
+def backend_that_works(ways: dict[str, dict[str, str]], ranks: int, device: str) -> tuple[str | None, Report]:
+    """Return the first way under which all collectives give the right numbers, or None, and what became of each."""
+    tried: Report = {}
+    for way, environment in ways.items():
+        # Of its own, since NCCL reads its variables once in the life of a process.
+        workers = WorkerPool(ranks)
+        try:
+            workers.run(prepare, environment)
+            answers = workers.run(try_collectives, device, device=device, timeout_s=PROBE_LIMIT_S)
+            backend, outcomes = answers[0]
+            works = all(outcome == "ok" for _, found in answers for outcome in found.values())
+            works &= device == "cpu" or way.startswith(backend)
+            tried[way] = {"backend": backend, "collectives": outcomes, "works": works}
+        except Exception as error:
+            tried[way] = {"works": False, "error": f"{type(error).__name__}: {str(error)[-1500:]}"}
+        finally:
+            workers.close()
+        if tried[way]["works"]:
+            return way, tried
+    return None, tried
 
 
 def cells_of(ranks: int, device: str) -> list[Any]:
@@ -49,18 +72,12 @@ def cells_of(ranks: int, device: str) -> list[Any]:
             found += [cell for cell in listed if cell.ranks == ranks]
             continue
         # The layout with all cases; those about differences between ranks have no meaning here.
-        main_layout = max(
-            {cell.layout for cell in listed}, key=lambda name: sum(cell.layout == name for cell in listed)
-        )
+        ((main_layout, _),) = Counter(cell.layout for cell in listed).most_common(1)
         for cell in listed:
             if cell.layout == main_layout and cell.case.shares is None and cell.kind != "bad input":
                 found.append(replace(cell, layout="one rank", ranks=1, sizes={}))
-    turns: Counter[tuple[str, str]] = Counter()
-    order = []
-    for cell in found:
-        order.append(turns[cell.strategy, cell.layout])
-        turns[cell.strategy, cell.layout] += 1
-    return [cell for _, cell in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+    turns: dict[tuple[str, str], Iterator[int]] = defaultdict(count)
+    return sorted(found, key=lambda cell: next(turns[cell.strategy, cell.layout]))
 
 
 def run_cells(cells: list[Any], deadline: float, environment: dict[str, str] | None) -> Iterator[Report]:

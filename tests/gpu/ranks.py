@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def prepare(environment: Mapping[str, str]) -> None:
@@ -26,35 +27,35 @@ def try_collectives(device: str) -> tuple[str, dict[str, str]]:
     everybody = torch.arange(1.0, size + 1, dtype=torch.float64).repeat_interleave(2)
     total = size * (size + 1) / 2
 
-    def all_reduce() -> bool:
-        found = mine.clone()
-        dist.all_reduce(found)
-        return found.tolist() == [total] * 2
+    def reduced() -> Tensor:
+        dist.all_reduce(found := mine.clone())
+        return found
 
-    def all_gather() -> bool:
-        found = mine.new_empty(2 * size)
-        dist.all_gather_into_tensor(found, mine)
-        return found.tolist() == everybody.tolist()
+    def gathered() -> Tensor:
+        dist.all_gather_into_tensor(found := mine.new_empty(2 * size), mine)
+        return found
 
-    def reduce_scatter() -> bool:
-        found = mine.new_empty(2)
-        dist.reduce_scatter_tensor(found, everybody.to(device))
-        return found.tolist() == [(rank + 1.0) * size] * 2
+    def scattered() -> Tensor:
+        dist.reduce_scatter_tensor(found := mine.new_empty(2), everybody.to(device))
+        return found
 
-    def broadcast() -> bool:
-        found = mine.clone()
-        dist.broadcast(found, 0)
-        return found.tolist() == [1.0] * 2
+    def sent() -> Tensor:
+        dist.broadcast(found := mine.clone(), 0)
+        return found
 
+    tried = {
+        "all_reduce": (reduced, [total] * 2),
+        "all_gather": (gathered, everybody.tolist()),
+        "reduce_scatter": (scattered, [(rank + 1.0) * size] * 2),
+        "broadcast": (sent, [1.0] * 2),
+    }
     # Such as "cpu:gloo,cuda:nccl".
     backends = dict(pair.split(":") for pair in str(dist.distributed_c10d.get_backend_config()).split(","))
-    return backends[device], {
-        work.__name__: _outcome(work) for work in (all_reduce, all_gather, reduce_scatter, broadcast)
-    }
+    return backends[device], {name: _outcome(*each) for name, each in tried.items()}
 
 
-def _outcome(work: Callable[[], bool]) -> str:
+def _outcome(work: Callable[[], Tensor], wanted: list[float]) -> str:
     try:
-        return "ok" if work() else "wrong numbers"
+        return "ok" if work().tolist() == wanted else "wrong numbers"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-500:]}"

@@ -18,8 +18,7 @@ REQUIRED: dict[str, Any] = {
     "steps": 1,
     "batch_size": 16,
     "model": {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
-}
-"""Values for options without a default."""
+}  # Values for options without a default
 
 
 def ignore(module: ModuleType, owner_name: str, option: str, how: str) -> None:

@@ -38,12 +38,21 @@ REASONS = {
 }
 ERRORS = re.compile(
     r"refus|error|invalid|cannot|must|bad_(?!steps)|wrong|unknown|schema|on_nothing|no_value|configs?\.py"
-)
-"""Tests of errors and of configs alone, which do not show that an option acts."""
+)  # Tests of errors and of configs alone, which do not show that an option acts
 SKIPPED = re.compile("parity|conformance|one_process|loop_by_hand|files_are_data|readme|architecture|fuzz|_back_as")
 """Tests of equal results, which most options do not change, and of no option in particular."""
 SPURIOUS = re.compile("ValidationError|ConfigError|is not valid|acts only with")
 """Errors that follow from the dropped value alone."""
+PAGE = """# Ignored options, and whether a test notices
+
+`python tests/mutation/sweep.py` lets each option of each config have no effect, one at a time, and runs
+tests that mention it until one fails.
+
+- *acting*: the config takes and checks the value, but the code that reads it finds the default.
+- *given*: the value is dropped before the config is validated; tests of errors count as well.
+
+A result stays until its option is tried again; it is not that of the last commit.
+"""
 MOST_TESTS, TIMEOUT_S = 8, 300.0
 
 
@@ -136,23 +145,9 @@ def table(results: dict[str, dict[str, str]]) -> str:
     """The page docs/mutations.md."""
     killed = sum(each["status"] == "killed" for each in results.values())
     excused = sum(name in REASONS and each["status"] != "killed" for name, each in results.items())
-    lines = [
-        "# Ignored options, and whether a test notices",
-        "",
-        "`python tests/mutation/sweep.py` lets each option of each config have no effect, one at a time, and runs",
-        "tests that mention it until one fails.",
-        "",
-        "- *acting*: the config takes and checks the value, but the code that reads it finds the default.",
-        "- *given*: the value is dropped before the config is validated; tests of errors count as well.",
-        "",
-        "A result stays until its option is tried again; it is not that of the last commit.",
-        "",
-        f"{len(results)} options: {killed} killed, {excused} survive with a reason, {len(results) - killed - excused} "
-        "others.",
-        "",
-        "| option | ignored | a test fails |",
-        "|---|---|---|",
-    ]
+    others = len(results) - killed - excused
+    counted = f"{len(results)} options: {killed} killed, {excused} survive with a reason, {others} others."
+    lines = [PAGE, counted, "", "| option | ignored | a test fails |\n|---|---|---|"]
     for name, each in sorted(results.items()):
         is_killed = each["status"] == "killed"
         cells = (each["how"], "yes") if is_killed else ("both ways", f"no: {REASONS.get(name, 'no test fails')}")

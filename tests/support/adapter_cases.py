@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.managers import empty_manager
+from support.steps import gradient_step
 from torch import Tensor
 
-from meshwright import Mesh, MeshSizes, count_tokens, open_world
 from meshwright.model.adapter import with_adapter
 from meshwright.model.pretrained import open_pretrained
 from meshwright.optim.build import optimizer_factory
-from meshwright.strategy.stack import resolve
 from meshwright.testing import Case
 from meshwright.tracing.collectives import measure_collectives
 from meshwright_run.run_file import OptimizerConfig
-from meshwright_testing.case import share
 from meshwright_testing.models import adapted_model, case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 R = {"r": 4, "lora_alpha": 8}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANKS = {"rank_pattern": {"q_proj": 2, "down_proj": 3}}
 GPT2 = ["c_attn", "c_proj", "c_fc"]
+TIED = {"ensure_weight_tying": True}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -34,25 +35,13 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "all and head": ("llama", R | {"target_modules": [*LINEAR, "lm_head"]}),
     "embedding": ("llama", R | {"target_modules": ["q_proj", "embed_tokens"]}),
     "saved modules": ("llama", R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
-    "tied modules": (
-        "llama",
-        R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ),
-    "tied factors": ("llama", R | {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    "tied modules": ("llama", R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]} | TIED),
+    "tied factors": ("llama", R | {"target_modules": ["q_proj", "embed_tokens"]} | TIED),
     "dora": ("llama", R | {"target_modules": "all-linear", "use_dora": True}),
     "dora of ends": ("llama", R | {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "use_dora": True}),
     "widths": ("llama", R | {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
     "rank one": ("llama", {"r": 1, "lora_alpha": 8, "target_modules": "all-linear"}),
-    "patterns": (
-        "llama",
-        R
-        | {
-            "target_modules": LINEAR,
-            "use_rslora": True,
-            "rank_pattern": {"q_proj": 2, "down_proj": 3},
-            "layers_to_transform": [1, 2],
-        },
-    ),
+    "patterns": ("llama", R | {"target_modules": LINEAR, "use_rslora": True, "layers_to_transform": [1, 2]} | RANKS),
     "two": ("llama", R | {"target_modules": ["q_proj", "down_proj"], "adapters": ("one", "two")}),
     "gpt2": ("gpt2", R | {"target_modules": GPT2, "fan_in_fan_out": True, "lora_bias": True, "bias": "all"}),
     "gpt2 dora": ("gpt2", R | {"target_modules": [*GPT2, "wte"], "fan_in_fan_out": True, "use_dora": True}),
@@ -62,30 +51,17 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "latent": ("deepseek_v3", R | {"target_modules": "all-linear"}),
     "experts": ("mixtral", R | {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }
-TIED = ("q and v", "embedding", "saved modules", "tied modules", "tied factors")
+INTERLEAVED = {"pp_schedule": "Interleaved1F1B", "layers_per_stage": 1}
 LAYOUTS: Mapping[str, tuple[int, str, Mapping[str, Any], Mapping[str, int], Mapping[str, Any] | None]] = {
     "ddp": (2, "ddp", {}, {}, None),
     "bucketed": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}, None),
     "fsdp2": (2, "fsdp2", {}, {}, None),
-    "hsdp": (4, "fsdp2", {}, {"dp_size": 4, "dp_replicate_size": 2}, None),
     "tp": (2, "fsdp2", {}, {"tp_size": 2}, None),
     "sequence": (2, "fsdp2", {"sequence_parallel": True}, {"tp_size": 2}, None),
-    "tp4": (4, "fsdp2", {}, {"tp_size": 4}, None),
-    "cp": (2, "fsdp2", {}, {"cp_size": 2}, None),
     "pp": (2, "fsdp2", {}, {"pp_size": 2}, None),
-    "pp x fsdp2": (4, "fsdp2", {}, {"pp_size": 2}, None),
-    "pp x tp": (4, "fsdp2", {}, {"pp_size": 2, "tp_size": 2}, None),
-    "interleaved": (
-        2,
-        "fsdp2",
-        {},
-        {"pp_size": 2},
-        {"pipeline": {"pp_schedule": "Interleaved1F1B", "layers_per_stage": 1}},
-    ),
+    "interleaved": (2, "fsdp2", {}, {"pp_size": 2}, {"pipeline": INTERLEAVED}),
     "megatron": (2, "megatron_fsdp", {}, {}, None),
-    "megatron tp": (2, "megatron_fsdp", {"sequence_parallel": True}, {"tp_size": 2}, None),
     "ep": (2, "fsdp2", {}, {"dp_size": 2, "ep_size": 2}, None),
-    "tp x ep": (4, "fsdp2", {}, {"dp_size": 2, "tp_size": 2, "ep_size": 4}, None),
 }
 
 
@@ -102,21 +78,13 @@ def adapter_case(name: str, *, tied: bool = False, **fields: Any) -> Case:
     )
 
 
-def applies(adapter: str, layout: str) -> bool:
-    """Whether a model of experts, or one whose heads divide, is there for the layout."""
-    if "ep" in layout.split(" "):
-        return adapter == "experts"
-    return layout != "tp4" or ADAPTERS[adapter][0] == "llama"
-
-
 # -- merged
 
 
 def merged_parameters(strategy: str, config: Any, sizes: Any, case: Case, wrapper: Any) -> tuple[list[str], bool, bool]:
-    """The task of one rank: after a step, merged parameters against what peft makes of the whole model.
+    """The task of one rank: after a step, compare merged parameters with what peft makes of the whole model.
 
-    Returns:
-        Names that differ in any bit; whether names come in the base model's order; whether training went on as before.
+    Returns names that differ in any bit; whether names have the base model's order; whether training went on as before.
     """
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     train_steps(manager, case, range(1))
@@ -146,7 +114,6 @@ def merged_parameters(strategy: str, config: Any, sizes: Any, case: Case, wrappe
 
 
 def write_base(directory: str, *, tied: bool, dtype: str) -> None:
-    """A model's directory."""
     case_model("llama", tied=tied, seed=3, dtype=getattr(torch, dtype), layers=3).save_pretrained(directory)
 
 
@@ -161,14 +128,11 @@ def from_files(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, str]]:
     """The task of one rank: two steps of an adapted model whose base is read from files into shards.
 
-    Returns:
-        Losses; all weights before the steps; and the dtype of each after.
+    Returns losses; all weights before the steps; and the dtype of each after.
     """
-    world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
-    manager = stack.build(Mesh(degrees, world))
-    torch.manual_seed(world.rank)  # what is drawn does not depend on it
-    random.seed(world.rank)
+    manager = empty_manager(strategy, config, sizes)
+    torch.manual_seed(manager.mesh.rank)  # what is drawn does not depend on it
+    random.seed(manager.mesh.rank)
     model, weights = opened(options, directory, adapter, dtype)
     manager.parallelize(model, weights)
     manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
@@ -204,17 +168,10 @@ def loaded_by_peft(options: Mapping[str, Any], directory: str, adapter: str | No
 
 
 def bytes_of_step(strategy: str, config: Any, sizes: Any, case: Case) -> tuple[int, int, int, int]:
-    """The task of one rank.
-
-    Returns:
-        Bytes of gradients that are summed in a step; of all messages; bytes that gradients take behind it; and bytes of
-        what trains, whole.
-    """
+    """The task of one rank: bytes of summed gradients, all messages, held gradients, and of what trains, whole."""
     manager = build_manager(strategy, config, sizes, case)
     train_steps(manager, case, range(1))
-    batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
-    tokens = count_tokens(batches, manager.mesh)
-    traffic = measure_collectives(lambda: manager.forward_backward(batches, num_tokens=tokens))
+    traffic = measure_collectives(gradient_step(manager, case, 1))
     summed = traffic.of("all_reduce").bytes + traffic.of("reduce_scatter").bytes
     parameters = [p for part in manager.model_parts for p in part.parameters()]
     held = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
@@ -227,10 +184,3 @@ def losses_with_dropout(strategy: str, config: Any, sizes: Any, case: Case) -> l
     manager = build_manager(strategy, config, sizes, case)
     torch.manual_seed(5)
     return train_steps(manager, case, range(2))[0]
-
-
-def divisions(strategy: str, config: Any, sizes: Any, case: Case) -> dict[str, str]:
-    """The task of one rank: how each parameter lies along tp, by peft's name."""
-    manager = build_manager(strategy, config, sizes, case)
-    parallel: Any = next(axis for axis in manager.axes if hasattr(axis, "divisions"))  # type: ignore[attr-defined]
-    return {name: str(each.placement) for name, each in parallel.divisions.items()}

@@ -13,8 +13,7 @@ import pytest
 
 from meshwright.base.errors import MeshwrightError
 
-PATIENCE_S = 60
-"""Of one case, on a busy machine; on a quiet one they take milliseconds."""
+PATIENCE_S = 60  # Of one case, on a busy machine; on a quiet one they take milliseconds
 HEADROOM = 4 << 30
 GROWTH = 1 << 30
 """Bytes of address space that a case may take, and of memory by which it may raise the peak of this process."""

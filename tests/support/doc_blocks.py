@@ -26,10 +26,7 @@ DOCUMENTS = ("README.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/REA
 MADE = ("docs/decisions", "docs/reference", "docs/mutations.md", "docs/tests.md")
 """Records and tables, in which blocks are quotations."""
 SHELL = ("sh", "bash", "shell")
-OUTPUT = ("text", "console")
-COMMANDS = frozenset(
-    ("meshwright", "make", "pip", "python", "torchrun", "srun", "mpirun", "git", "automodel", "accelerate")
-)
+COMMANDS = ["meshwright", "make", "pip", "python", "torchrun", "srun", "mpirun", "git", "automodel", "accelerate"]
 """Of an indented block that begins with one."""
 _NOTE = re.compile(r"<!-- (not run|run by|run with): (.+?) -->", flags=re.DOTALL)
 _PAGE_NOTE = re.compile(r"<!-- each (\w+) block (not run|run by|run with): (.+?) -->", flags=re.DOTALL)
@@ -50,14 +47,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
-
-    Attributes:
-        document: path in the repository.
-        line: where it begins, from 1.
-        language: of the fence; of an indented block what it seems to be, or nothing.
-        text: without indentation.
-    """
+    """A block of code, without indentation, and where it begins in the repository, lines from 1."""
 
     document: str
     line: int
@@ -102,11 +92,8 @@ def blocks(document: str) -> list[Block]:
 def _guessed(text: str) -> str:
     """What an indented block is."""
     first = _without_variables(text.split())
-    if first and Path(first[0]).name in COMMANDS:
-        return "shell"
-    if re.match(r"[a-z_]+:( |\n|$)", text):
-        return "yaml"
-    return ""
+    is_shell = first and Path(first[0]).name in COMMANDS
+    return "shell" if is_shell else "yaml" if re.match(r"[a-z_]+:( |\n|$)", text) else ""
 
 
 def _parts(words: list[str]) -> Iterator[list[str]]:

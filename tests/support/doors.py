@@ -29,18 +29,11 @@ from meshwright_run.run_rank import run_rank
 from meshwright_testing.zoo import zoo_model
 
 TIES = ("plain", "tied", "contradicting")
-BESIDE = {
-    "LICENSE": "Terms.",
-    "preprocessor_config.json": '{"feature_size": 80}',
-    "processor_config.json": '{"processor_class": "P"}',
-    "chat_template.json": '{"chat_template": "x"}',
-    "spiece.model": "pieces",
-    "modeling_own.py": "raise SystemExit('never run')\n",
-}
+BESIDE = {"LICENSE": "Terms.", "spiece.model": "pieces", "modeling_own.py": "raise SystemExit('never run')\n"}
+BESIDE |= {f"{name}.json": '{"x": "y"}' for name in ("preprocessor_config", "processor_config", "chat_template")}
 WRITTEN_ANEW = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 """Files that an export has, but not byte for byte."""
-TOLERANCE, MERGED = 1e-5, 1e-4
-"""Of logits in float32, against their largest, and of merged ones: merging rounds."""
+TOLERANCE, MERGED = 1e-5, 1e-4  # Of logits in float32, against their largest, and of merged ones: merging rounds
 
 
 class NotApplicable(Exception):
@@ -48,11 +41,7 @@ class NotApplicable(Exception):
 
 
 def write_base(model_type: str, ties: str, directory: Path) -> type[nn.Module]:
-    """Write a model with files beside its weights; gives its class.
-
-    Raises:
-        NotApplicable: its class cannot be tied.
-    """
+    """Write a model with files beside its weights; return its class."""
     tied = None if ties == "plain" else True
     try:
         model: Any = zoo_model(model_type, dtype=torch.float32, tied=tied)
@@ -146,22 +135,10 @@ def run(model: dict[str, str], base: Path, out: Path) -> Tensor:
     root = out.parent
     for number in range(20):
         (root / f"{number}.txt").write_text(" ".join(str((number + at) % 10) for at in range(40)))
-    values = {
-        "strategy": "single",
-        "nproc": 1,
-        "device": "cpu",
-        "threads_per_rank": 1,
-        "steps": 1,
-        "batch_size": 2,
-        "micro_batch_size": 2,
-        "model": model,
-        "optimizer": {"lr": 0.05},
-        "sample": None,
-        "data": {"corpus": f"{root}/*.txt", "seq_len": 16, "eval_fraction": 0.3, "cache_dir": f"{root}/cache"},
-        "checkpoint": {"every": 1},
-        "output_dir": f"{out}.run",
-        "eval": {"sequences": 1},
-    }
+    values = {"strategy": "single", "nproc": 1, "device": "cpu", "threads_per_rank": 1, "output_dir": f"{out}.run"}
+    values |= {"steps": 1, "batch_size": 2, "micro_batch_size": 2, "model": model, "optimizer": {"lr": 0.05}}
+    values |= {"sample": None, "checkpoint": {"every": 1}, "eval": {"sequences": 1}}
+    values["data"] = {"corpus": f"{root}/*.txt", "seq_len": 16, "eval_fraction": 0.3, "cache_dir": f"{root}/cache"}
     file = root / "run.yaml"
     file.write_text(yaml.safe_dump(values))
     run_rank(None, mw.load_run(file))
@@ -177,45 +154,24 @@ def by_trainer(base: Path, out: Path) -> Tensor:
 
     from meshwright_trainer import MeshTrainer
 
-    arguments = TrainingArguments(
-        output_dir=str(out.with_name("trainer")),
-        max_steps=1,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        learning_rate=0.05,
-        disable_tqdm=True,
-        per_device_train_batch_size=2,
-    )
+    options: Any = {"max_steps": 1, "learning_rate": 0.05, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    options |= {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(str(out.with_name("trainer")), **options)
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids().tolist()])
-    made: Any = MeshTrainer(
-        str(base),
-        args=arguments,
-        train_dataset=rows,
-        data_collator=default_data_collator,
-        processing_class=AutoTokenizer.from_pretrained(base),
-        mesh={"strategy": "single"},
-    )
+    given: Any = {"train_dataset": rows, "data_collator": default_data_collator, "mesh": {"strategy": "single"}}
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    made: Any = MeshTrainer(str(base), args=arguments, processing_class=tokenizer, **given)
     made.train()
     made.save_model(str(out))
     return logits(made.model)
 
 
-DOORS: Mapping[str, Callable[[Path, Path], Tensor]] = {
-    "run file": by_run_file,
-    "Python": by_python,
-    "trainer": by_trainer,
-    "merge": by_merge,
-}
+DOORS: Mapping[str, Callable[[Path, Path], Tensor]]
+DOORS = {"run file": by_run_file, "Python": by_python, "trainer": by_trainer, "merge": by_merge}
 
 
 def difference(model_type: str, ties: str, door: str, root: Path) -> str:
-    """What is wrong with an export: empty where nothing is.
-
-    Raises:
-        NotApplicable: as `write_base`.
-    """
+    """Return what is wrong with an export; "" if nothing is."""
     root.mkdir(parents=True, exist_ok=True)
     base, out = root / "base", root / "out"
     with warnings.catch_warnings():

@@ -13,8 +13,7 @@ from meshwright import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 
-FLIPPED_AFTER = 2
-"""The step after which the bit flips."""
+FLIPPED_AFTER = 2  # The step after which the bit flips
 
 
 class _Flips:

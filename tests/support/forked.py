@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CHANGE = "MESHWRIGHT_TEST_CHANGE"
-"""Environment variable with the path of a file that describes the change."""
+CHANGE = "MESHWRIGHT_TEST_CHANGE"  # Environment variable with the path of a file that describes the change
 PRELOAD = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pydantic", "transformers"),
     "transformers.models.llama.modeling_llama",
@@ -55,10 +54,7 @@ def prepare() -> None:
 def run_tests(
     ids: Sequence[str], change: dict[str, str] | None, *, timeout_s: float = 300.0, stop_early: bool = False
 ) -> dict[str, tuple[str, str]]:
-    """Run tests under a change; see `sitecustomize` for its keys. None: without one.
-
-    Args:
-        stop_early: run no test after the first that fails.
+    """Run tests under a change (see `sitecustomize`) or none, with `stop_early` until one fails.
 
     Returns:
         By id: passed, failed, skipped or not run, and the error.

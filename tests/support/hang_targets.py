@@ -9,7 +9,6 @@ import functools
 import os
 import signal
 import sys
-import threading
 import time
 
 from meshwright.base.processes import leave
@@ -29,44 +28,23 @@ def wait_long():
     time.sleep(10**6)
 
 
-def lock_forever():
-    """As a queue of workers that nobody fills."""
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def sleeping(seconds):
-    def slow():
-        time.sleep(seconds)
-
-    return slow
+def sleep():
+    time.sleep(0.6)
 
 
 def places():
     """Where a rank can hang: the class and name of a method, on which of its calls (0: each), and how."""
-    from meshwright.checkpoint.export import Export
     from meshwright.checkpoint.saving import Saving
     from meshwright.manager.data_parallel import DataParallelManager
     from meshwright.manager.forward import Forward
     from meshwright_run.data.feed import Feed
-    from meshwright_run.journal import RankLog
 
     return {
-        "nothing": (DataParallelManager, "forward_backward", -1, stop),
         "data": (Feed, "microbatches", 4, wait_long),
-        "data lock": (Feed, "microbatches", 4, lock_forever),
-        "forward": (Forward, "loss", 9, wait_long),
-        "callback": (RankLog, "on_step_end", 3, wait_long),
-        "sleepy loss": (Forward, "loss", 0, sleeping(0.6)),
-        "long first step": (DataParallelManager, "forward_backward", 1, sleeping(7)),
-        "sleepy data": (Feed, "microbatches", 0, sleeping(0.05)),
+        "sleepy loss": (Forward, "loss", 0, sleep),
         "step": (DataParallelManager, "forward_backward", 2, stop),
         "stage code": (DataParallelManager, "finish_gradients", 3, wait_long),
-        "stage": (DataParallelManager, "finish_gradients", 2, stop),
-        "evaluation": (DataParallelManager, "eval_loss", 1, stop),
         "save": (Saving, "write", 1, stop),
-        "export": (Export, "__init__", 1, stop),
         "code": (DataParallelManager, "clip_grad_norm", 2, wait_long),
     }
 

@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 _CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 _LAYERS = next(each["layers"] for each in _CONTRACTS if each.get("containers") == ["meshwright"])
-FLOORS = [layer.split(" : ") for layer in reversed(_LAYERS)]
-"""Rooms of core from the bottom up."""
+FLOORS = [layer.split(" : ") for layer in reversed(_LAYERS)]  # Rooms of core from the bottom up
 
 
 @dataclass(frozen=True)

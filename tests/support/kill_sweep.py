@@ -15,12 +15,14 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +36,14 @@ from meshwright_run.report import MEASURED
 
 STEPS = 24
 PATIENCE_S = 400.0
+ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2", "nproc": 2},
-    "ddp, distributed optimizer": {
-        "strategy": "ddp",
-        "nproc": 2,
-        "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True},
-    },
+    "ddp, distributed optimizer": {"strategy": "ddp", "nproc": 2, "strategy_config": ZERO1},
     "megatron_fsdp": {"strategy": "megatron_fsdp", "nproc": 2},
     "pipeline over fsdp2": {"strategy": "fsdp2", "nproc": 4, "pp_size": 2},
     "fsdp2 x tp": {"strategy": "fsdp2", "nproc": 4, "tp_size": 2},
-}
-"""Those of the sweep; more are in test_kill.py."""
+}  # Those of the sweep; more are in test_kill.py
 MOMENTS = ("training", "writing", "deleting", "training", "starting", "writing", "exporting", "export command")
 VICTIMS = ("rank", "parent", "all")
 
@@ -86,6 +84,10 @@ class Run:
         return max(path for path in self.checkpoints.iterdir() if path.name[-1].isdigit())
 
 
+def short_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
 def make_run(workplace: Path, name: str, settings: dict[str, Any]) -> Run:
     """A run of one layout: dropout, warm-up and decay of rate and weights, checkpoints that replace each other."""
     if not (workplace / "run.yaml").exists():
@@ -108,13 +110,8 @@ class Started(subprocess.Popen[bytes]):
         # A pipe that nobody reads would stop it.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        super().__init__(
-            [sys.executable, "-m", "meshwright", *arguments],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            start_new_session=True,
-        )
+        options: Any = {"env": environment, "stdout": subprocess.DEVNULL, "start_new_session": True}
+        super().__init__([sys.executable, "-m", "meshwright", *arguments], stderr=self._errors, **options)
 
     def check(self) -> None:
         """Raise AssertionError unless it has ended well."""
@@ -125,7 +122,6 @@ class Started(subprocess.Popen[bytes]):
 
 
 def finish(*arguments: str) -> None:
-    """Run `meshwright` to its end."""
     process = Started(*arguments)
     try:
         process.wait(PATIENCE_S)
@@ -138,17 +134,14 @@ def members(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
     """The living processes of a session, and their environments."""
     found = {}
     for path in Path("/proc").iterdir():
-        try:
+        with suppress(OSError):
             if path.name.isdigit() and os.getsid(int(path.name)) == process.pid and lives(int(path.name)):
                 found[int(path.name)] = (path / "environ").read_bytes()
-        except (OSError, ProcessLookupError):
-            continue
     return found
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The living ranks that `meshwright train` has started, in their order: the processes that its fork server has
-    made. (What a process puts into its own environment is not seen from outside.)"""
+    """The living ranks that `meshwright train` has started, in their order: those that its fork server has made."""
     living = members(process)
     parents = {pid: int(stat[1]) for pid in living if (stat := stat_of(pid))}
     servers = {pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in command_of(pid)}
@@ -157,10 +150,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 def stat_of(pid: int) -> list[str]:
     """State, parent and more of a process; nothing where it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _proc(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def lives(pid: int) -> bool:
@@ -170,8 +160,12 @@ def lives(pid: int) -> bool:
 
 
 def command_of(pid: int) -> bytes:
+    return _proc(pid, "cmdline")
+
+
+def _proc(pid: int, name: str) -> bytes:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
 
@@ -182,7 +176,6 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def strike(process: subprocess.Popen[bytes], victim: str, dice: random.Random) -> None:
-    """kill -9."""
     ranks = ranks_of(process)
     if victim == "rank" and ranks:
         os.kill(dice.choice(ranks), signal.SIGKILL)
@@ -212,14 +205,7 @@ def moment_of(run: Run, moment: str, at: int, dice: random.Random) -> Callable[[
         return lambda: time.monotonic() - begun > wait
     if moment == "training":
         wait = dice.uniform(0.0, 0.1)
-
-        def trained() -> bool:
-            if run.steps_done() < at:
-                return False
-            time.sleep(wait)
-            return True
-
-        return trained
+        return lambda: run.steps_done() >= at and time.sleep(wait) is None  # type: ignore[func-returns-value]
     if moment == "exporting":
         start = dice.choice(("model.checkpoint", "model.writing"))
         return lambda: any(path.name.startswith(start) for path in _entries(run.directory))
@@ -245,8 +231,8 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    digits = path.name.partition(".")[0].rpartition("-")[2]
-    return int(digits) if digits.isdigit() else 0
+    found = re.search(r"-(\d+)\.", path.name)
+    return int(found[1]) if found else 0
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
@@ -257,8 +243,6 @@ def fingerprint(directory: Path) -> dict[str, str]:
 
 
 class Layout:
-    """All kills of one layout."""
-
     def __init__(self, workplace: Path, name: str, settings: dict[str, Any], dice: random.Random) -> None:
         self.workplace, self.name, self.dice = workplace, name, dice
         self._settings = settings
@@ -272,12 +256,10 @@ class Layout:
 
     def _new(self, name: str | None = None) -> Run:
         self._count += 1
-        short = "".join(letter if letter.isalnum() else "-" for letter in self.name)
-        return make_run(self.workplace, f"{short}-{name or self._count}", self._settings)
+        return make_run(self.workplace, f"{short_name(self.name)}-{name or self._count}", self._settings)
 
     @property
     def runs(self) -> int:
-        """Runs that were killed."""
         return self._count - 1
 
     def kill(self, moment: str, victim: str) -> Kill:

@@ -17,38 +17,32 @@ from meshwright.launch.environment import started_by_launcher
 from meshwright_run.launch.local import launch, warm_up
 from meshwright_run.launch.rank import guarded
 
-GROUP_TIMEOUT_S = 300
-"""Far longer than any test may take: a test that has to wait for it fails."""
+GROUP_TIMEOUT_S = 300  # Far longer than any test may take: a test that has to wait for it fails
 
 
 def join_world(store):
-    """Form the process group and prove it by a collective; return (rank, world size)."""
+    """Form the process group and prove it by a collective; return the rank."""
     import torch
     from torch import distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("world", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
+    limit, store = timedelta(seconds=GROUP_TIMEOUT_S), dist.PrefixStore("world", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     total = torch.tensor(rank)
     dist.all_reduce(total)
     if total != world_size * (world_size - 1) // 2:
         raise RuntimeError(f"all_reduce over {world_size} ranks gave {total}")
-    return rank, world_size
+    return rank
 
 
-def reduce_forever(rank, at_step_10=lambda: None):
-    """Run collectives; call `at_step_10` in the middle."""
+def reduce_forever(is_failing=False, fail=lambda: None):
+    """Run collectives, in the middle of which this rank fails if it is to."""
     import torch
     from torch import distributed as dist
 
     for step in range(10**9):
-        if step == 10:
-            at_step_10()
+        if step == 10 and is_failing:
+            fail()
         dist.all_reduce(torch.ones(1000))
 
 
@@ -56,63 +50,58 @@ def start_and_finish(store, started_s):
     import torch
     from torch import distributed as dist
 
-    rank, _ = join_world(store)
+    rank = join_world(store)
     sys.stdout.write(f"rank {rank} ready after {time.time() - started_s:.1f} s, {torch.get_num_threads()} threads\n")
     dist.destroy_process_group()
 
 
+def bad_value():
+    raise ValueError("a bad value in step 10")
+
+
+def bad_model():
+    raise ModelError("no such model")
+
+
 def value_error_on_rank_2(store, started_s):
-    rank, _ = join_world(store)
-
-    def fail():
-        raise ValueError("a bad value in step 10")
-
-    reduce_forever(rank, fail if rank == 2 else lambda: None)
+    reduce_forever(join_world(store) == 2, bad_value)
 
 
 def model_error_on_all_ranks(store, started_s):
     join_world(store)
-    raise ModelError("no such model")
+    bad_model()
 
 
 def model_error_on_rank_1(store, started_s):
-    rank, _ = join_world(store)
+    reduce_forever(join_world(store) == 1, bad_model)
 
-    def fail():
-        raise ModelError("no such model")
 
-    reduce_forever(rank, fail if rank == 1 else lambda: None)
+def kill_rank_1(store, started_s):
+    reduce_forever(join_world(store) == 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def rank_0_heeds_no_sigterm(store, started_s):
-    rank, _ = join_world(store)
-    if rank == 1:
-        raise ValueError("a bad value")
+    if join_world(store) == 1:
+        bad_value()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(GROUP_TIMEOUT_S)
 
 
-def kill_rank_1(store, started_s):
-    rank, _ = join_world(store)
-    reduce_forever(rank, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else lambda: None)
-
-
 def run_until_stopped(store, started_s):
-    rank, _ = join_world(store)
+    join_world(store)
     sys.stdout.write(f"pid {os.getpid()}\n")
     sys.stdout.flush()
-    reduce_forever(rank)
+    reduce_forever()
 
 
 def echo_without_cause(store, started_s):
     """Rank 1 closes its connections and says nothing: the peer's error is all that there is to tell."""
-    rank, _ = join_world(store)
-    if rank == 1:
+    if join_world(store) == 1:
         from torch import distributed as dist
 
         dist.destroy_process_group()
         time.sleep(GROUP_TIMEOUT_S)
-    reduce_forever(rank)
+    reduce_forever()
 
 
 def serve():

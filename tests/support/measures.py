@@ -37,19 +37,12 @@ class Counting(Observer):
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on this rank.
+    """Bytes on this rank."""
 
-    Attributes:
-        parameters: of the modules; of sharded ones, this rank's shards.
-        gradients: in the `.grad` of these parameters.
-        optimizer: state of the optimizer.
-        other: activations, gathered parameters, gradients being reduced, batches, buffers.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    other: int
+    parameters: int  # Of the modules; of sharded ones, this rank's shards
+    gradients: int  # In the `.grad` of these parameters
+    optimizer: int  # State of the optimizer
+    other: int  # Activations, gathered parameters, gradients being reduced, batches, buffers
 
     @property
     def total(self) -> int:
@@ -71,11 +64,7 @@ def measure_memory(
 
     Views cost nothing, padding counts, and memory that FSDP frees by resizing a storage to 0 is free. Workspace inside
     an operation, the allocator's rounding and caches, and buffers of the communication backend are not counted.
-
-    Args:
-        work: usually one training step.
-        modules: whose parameters, gradients and buffers count from the start.
-        optimizer: whose state counts from the start.
+    Parameters, gradients and buffers of the modules and the state of the optimizer count from the start.
     """
     mode = _Meter(modules, optimizer)
     with mode:
@@ -139,8 +128,7 @@ class _Meter(Meter):
 
 _READING = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_dim", "on_host"}
-)
-"""Operators that give the host a value, or make a tensor whose size depends on values."""
+)  # Operators that give the host a value, or make a tensor whose size depends on values
 _COPYING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
 """Copies to the host that are no operator where the tensor is there already; not seen in hooks of backward."""
 _PLACES = ("meshwright", "transformers", "torch/optim", "megatron_fsdp")
@@ -152,11 +140,8 @@ def count_reads(work: Callable[[], object]) -> Counter[str]:
     """Run `work` and count the reads of values, those of backward included, for which an accelerator would wait.
 
     Reads of what is never on an accelerator (batches in host memory, messages of the control plane, step counters of
-    optimizers) look alike; tell them apart by their place.
-
-    Returns:
-        Reads by place: the innermost file of ours, of transformers or of torch's optimizers, such as
-        "manager/ending.py" or "transformers/masking_utils.py"; "" for others.
+    optimizers) look alike; tell them apart by their place: the innermost file of ours, of transformers or of torch's
+    optimizers, such as "manager/ending.py" or "transformers/masking_utils.py"; "" for others.
     """
     operators = _Operators()
     calls = _Calls(operators)
@@ -169,8 +154,7 @@ class _Operators(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.on_host: list[Tensor] = []
-        """Copies that have been counted."""
+        self.on_host: list[Tensor] = []  # Copies that have been counted
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         name = operation.overloadpacket.__name__

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -46,16 +46,15 @@ def why_not() -> str:
     if shutil.which("ip") is None:
         return "ip (Debian: iproute2) is not installed"
     name = f"mw-{uuid4().hex[:8]}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        return f"no network namespace: {tried.stderr.strip()}"
-    for kind in (["veth", "peer", "name", "mw1", "netns", name], ["bridge"]):
-        card = ["ip", "link", "add", f"{CARD}-{kind[0]}", "netns", name, "type", *kind]
-        tried = subprocess.run(card, capture_output=True, text=True, check=False)
-        if tried.returncode:
-            break
-    subprocess.run(["ip", "netns", "delete", name], check=False)
-    return f"no virtual network card: {tried.stderr.strip()}" if tried.returncode else ""
+    try:
+        _run("ip", "netns", "add", name)
+        for kind in (["veth", "peer", "name", "mw1", "netns", name], ["bridge"]):
+            _run("ip", "link", "add", f"{CARD}-{kind[0]}", "netns", name, "type", *kind)
+    except subprocess.CalledProcessError as error:
+        return f"no network namespace with virtual cards: {error.stderr.decode().strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return ""
 
 
 @contextmanager
@@ -81,10 +80,8 @@ def nodes(count: int = 2) -> Iterator[tuple[Node, ...]]:
     finally:
         for node in found:
             for pid in node.pids():
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
         for name in (*(node.name for node in found), switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 

@@ -15,24 +15,12 @@ from meshwright.files.parsing import as_yaml
 from meshwright.strategy.registry import get_registry
 from meshwright_run.run_schema import run_schema
 
-Place = tuple[tuple[str, ...], dict[str, Any]]
-"""A key, with those above it, and the schema of what it holds."""
+Place = tuple[tuple[str, ...], dict[str, Any]]  # A key, with those above it, and the schema of what it holds
 
 NUMBERS: list[Any] = [0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 10**30, 0.5, 1.5, 2.0, -0.0, 1e15, 1e300, 1e-320]
 WORDS: list[Any] = ["", " ", "0", "3", "1.5", "true", "none", "auto", "never", "x", "a.b", "a" * 5000, "{}", "%s", "-x"]
 PATHS: list[Any] = ["/dev/null/x", "/proc/x", "~nobody_here/x", "a/" * 3000, "..", "*", "[", "**/*.txt", "$HOME"]
-SIGNS: list[Any] = [
-    "é😀",
-    "\u202eabc",
-    "e\u0301" * 3,
-    "\u0661",
-    "\u00b2",
-    "\ud800",
-    "a\0b",
-    "\ufeffx",
-    "\u2028",
-    "\x1b[2J",
-]
+SIGNS = ("é😀", "\u202eabc", "e\u0301" * 3, "\u0661", "\u00b2", "\ud800", "a\0b", "\ufeffx", "\u2028", "\x1b[2J")
 NESTED: list[Any] = [[], {}, [1, 2, 3], ["a"], {"a": 1}, {"": None}, {1: 2}, [[[[[]]]]], {"x": {"y": [1, {"w": 2}]}}]
 ODD = [*NUMBERS, float("inf"), float("nan"), True, False, None, *WORDS, *PATHS, *SIGNS, *NESTED, [None] * 9]
 """Values that are of the wrong type almost everywhere, or at the end of some range."""
@@ -43,8 +31,7 @@ SPELLINGS = (
     *("&a 3", "*", "&", "|", ">-", "? x", "- 1", "'", '"', "{", "[1,", "%x", "@x", "`x`", "a: b: c", "#", ""),
     *('"\\uD800"', '"\\0"', '"\\x"', "{<<: {a: 1}, <<: [{b: 2}]}", "{<<: 3}", "{<<: *a}", "{a: 1, a: 2}"),
     *("[" * 60 + "]" * 60, "{a: " * 3000, "[" * 20_000),
-)
-"""What a file may hold in the place of a value, as it is written."""
+)  # What a file may hold in the place of a value, as it is written
 
 BREAKS = "[{}\t\0:-'\ufffe\u2028\ufeff\n\\\x85&*!|>%@`#"
 """Characters that may be put between two of a file."""
@@ -59,25 +46,15 @@ class RunFile:
 
 
 class OddRunFiles:
-    """Changes good run files.
+    """Changes values of a good run file, also at `more` places; those of one seed and number are the same."""
 
-    Args:
-        good: values of a run file that is in order.
-        seed: run files of one seed and number are the same.
-        more: further places, such as fields of the model.
-    """
-
-    def __init__(
-        self, good: Mapping[str, Any], seed: int, more: Mapping[tuple[str, ...], dict[str, Any]] | None = None
-    ):
-        self._good, self._seed = good, seed
-        self._schema = run_schema()
+    def __init__(self, good: Mapping[str, Any], seed: int, more: Mapping[tuple[str, ...], Any] | None = None):
+        self._good, self._seed, self._schema = good, seed, run_schema()
         self._places = [*places(self._schema, self._schema), *(more or {}).items()]
         self._strategies = {
-            name: (each, [*places(self._schema, self._schema["$defs"][spec.name])])
+            name: (spec, [*places(self._schema, self._schema["$defs"][spec.name])])
             for spec in get_registry().strategies.values()
             for name in (spec.name, *spec.aliases)
-            for each in [spec]
         }
 
     def __getitem__(self, number: int) -> RunFile:
@@ -120,23 +97,15 @@ class OddRunFiles:
             values[size] = chance.choice((1, 2, 2, 3, 4, None))
 
     def _change(self, values: dict[str, Any], path: tuple[str, ...], schema: Any, chance: random.Random) -> None:
-        holder: Any = values
-        for key in path[:-1]:
-            if not isinstance(holder.get(key), dict):
-                holder[key] = {}
-            holder = holder[key]
-        last = path[-1]
-        match chance.randrange(12):
-            case 0:
-                holder.pop(last, None)
-            case 1:
-                holder[last[::-1]] = self._value(schema, chance)
-            case 2:
-                holder[last] = str(holder.get(last))
-            case 3:
-                holder[last] = [holder.get(last)]
-            case _:
-                holder[last] = self._value(schema, chance)
+        holder, last = _holder(values, path), path[-1]
+        how = chance.randrange(12)
+        if how == 0:
+            holder.pop(last, None)
+        elif how == 1:
+            holder[last[::-1]] = self._value(schema, chance)
+        else:
+            there = holder.get(last)
+            holder[last] = str(there) if how == 2 else [there] if how == 3 else self._value(schema, chance)
 
     def _value(self, schema: dict[str, Any], chance: random.Random) -> Any:
         return copy.deepcopy(chance.choice(ODD)) if chance.random() < 0.6 else self._fitting(schema, chance)
@@ -155,9 +124,8 @@ class OddRunFiles:
             case "boolean":
                 return chance.random() < 0.5
             case "integer":
-                return chance.choice(
-                    (low, low + 1, low + 2, chance.randint(int(low), int(high)), low - 1, high, high + 1)
-                )
+                inside = chance.randint(int(low), int(high))
+                return chance.choice((low, low + 1, low + 2, inside, low - 1, high, high + 1))
             case "number":
                 return chance.choice((low, chance.uniform(low, min(high, 1e6)), low + 1, high, low - 1e-9))
             case "array":
@@ -188,11 +156,16 @@ def _followed(root: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    _holder(values, path)[path[-1]] = value
+
+
+def _holder(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Return the mapping that holds the last key of a path, made where it is missing."""
     for key in path[:-1]:
         if not isinstance(values.get(key), dict):
             values[key] = {}
         values = values[key]
-    values[path[-1]] = value
+    return values
 
 
 def _written(value: Any, chance: random.Random) -> str:
@@ -201,8 +174,7 @@ def _written(value: Any, chance: random.Random) -> str:
     if chance.random() < 0.15:
         lines = text.splitlines()
         place = chance.randrange(len(lines))
-        key, colon, _ = lines[place].partition(": ")
-        lines[place] = f"{key}{colon}{chance.choice(SPELLINGS)}"
+        lines[place] = "".join((*lines[place].partition(": ")[:2], chance.choice(SPELLINGS)))
         text = "\n".join(lines)
     return text
 

@@ -31,25 +31,10 @@ from meshwright_plan.depth import NEARLY
 from meshwright_plan.planned import representatives, trace_rank
 from meshwright_plan.trace import Job, Trace, trace
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 160,
-    "max_position_embeddings": 64,
-}
-RUN: dict[str, Any] = {
-    "strategy": "fsdp2",
-    "model": {"model_type": "llama", **SIZES, "dtype": "bfloat16"},
-    "data": {"seq_len": 16},
-    "steps": 1,
-    "batch_size": 128,
-    "micro_batch_size": 1,
-}
-"""A run file, as values."""
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 160}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64}
+RUN: dict[str, Any] = {"strategy": "fsdp2", "steps": 1, "batch_size": 128, "micro_batch_size": 1}
+RUN |= {"model": {"model_type": "llama", **SIZES, "dtype": "bfloat16"}, "data": {"seq_len": 16}}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 4}
 """Each token goes to all of them, so routing is even whatever the weights."""
 
@@ -107,11 +92,7 @@ def deep_layout(engine: str, ranks: int, schedule: str, layers: int, microbatche
 
 
 def deep_plan(layout: Layout, *, from_small: bool) -> list[dict[str, Any]] | None:
-    """Return reports of the ranks that stand for all, of a pipeline.
-
-    Args:
-        from_small: return None where small pipelines do not determine them; else all stages are traced whole.
-    """
+    """Return reports of the ranks that stand for all, of a pipeline; None if `from_small` ones do not give them."""
     job, device = layout.deep_job(), find_device("h100-80gb")
     known: list[Any] = []
 

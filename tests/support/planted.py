@@ -117,39 +117,41 @@ class AliasedGroups(DDPManager):
 
 
 class AfterLoading(DDPManager):
-    """Loads right, and then does something about it."""
+    """Loads right, and then spoils groups of parameters or the state of the optimizer."""
 
     @contextmanager
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
         with super().loading(optimizer) as target:
             yield target
-        self.spoil()
+        for group in self.optimizer.param_groups:
+            self.spoil_group(group)
+        for values in self.optimizer.state.values():
+            self.spoil_state(values)
 
-    def spoil(self) -> None: ...
+    def spoil_group(self, group: dict[str, Any]) -> None: ...
+
+    def spoil_state(self, values: dict[str, Any]) -> None: ...
 
 
 class LosesDecay(AfterLoading):
     """Does not decay weights after loading."""
 
-    def spoil(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = 0.0
+    def spoil_group(self, group: dict[str, Any]) -> None:
+        group["weight_decay"] = 0.0
 
 
 class LosesSteps(AfterLoading):
     """Counts the steps of Adam anew after loading."""
 
-    def spoil(self) -> None:
-        for values in self.optimizer.state.values():
-            values["step"].zero_()
+    def spoil_state(self, values: dict[str, Any]) -> None:
+        values["step"].zero_()
 
 
 class KeepsRates(AfterLoading):
     """Makes the first step after loading with the rate of the schedule's start."""
 
-    def spoil(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"]
+    def spoil_group(self, group: dict[str, Any]) -> None:
+        group["lr"] = group["initial_lr"]
 
 
 class SwapsGroups(DDPManager):
@@ -159,9 +161,8 @@ class SwapsGroups(DDPManager):
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
         if optimizer is not None:
             names = [group["params"] for group in optimizer.groups]
-            optimizer.groups = [
-                {**group, "params": other} for group, other in zip(optimizer.groups, reversed(names), strict=True)
-            ]
+            pairs = zip(optimizer.groups, reversed(names), strict=True)
+            optimizer.groups = [{**group, "params": other} for group, other in pairs]
         with super().loading(optimizer) as target:
             yield target
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.kill_sweep import Run, fingerprint
+from support.kill_sweep import Run, command_of, fingerprint
 from support.starts import clean
 
 
@@ -21,10 +21,9 @@ class Training(subprocess.Popen[bytes]):
 
     def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
         self._said = said
+        options: Any = {"env": clean(**environment), "start_new_session": True, "cwd": said.parent}
         with said.open("wb") as file:
-            super().__init__(
-                arguments, env=clean(**environment), stdout=file, stderr=file, start_new_session=True, cwd=said.parent
-            )
+            super().__init__(arguments, stdout=file, stderr=file, **options)
 
     @property
     def said(self) -> str:
@@ -47,13 +46,10 @@ def said_of(run: Run) -> Path:
 def keepers_of(pid: int) -> list[int]:
     """List the living keepers that end with a process."""
     found = []
-    for path in Path("/proc").iterdir():
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
-            if b"meshwright_replicate.keeper" in words and str(pid).encode() in words:
-                found.append(int(path.name))
-        except OSError:
-            continue
+    for path in Path("/proc").glob("[0-9]*"):
+        words = command_of(int(path.name)).split(b"\0")
+        if b"meshwright_replicate.keeper" in words and str(pid).encode() in words:
+            found.append(int(path.name))
     return found
 
 
@@ -82,10 +78,9 @@ def spoil(keeper: int) -> int:
         if "meshwright-copy" not in os.readlink(file) or file.stat().st_size < 10_000:
             continue
         with file.open("r+b") as content:
-            content.seek(file.stat().st_size // 2)
-            byte = content.read(1)
-            content.seek(-1, os.SEEK_CUR)
-            content.write(bytes([byte[0] ^ 1]))
+            middle = file.stat().st_size // 2
+            byte = os.pread(content.fileno(), 1, middle)[0]
+            os.pwrite(content.fileno(), bytes([byte ^ 1]), middle)
         spoilt += 1
     return spoilt
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,27 @@ class KillAfter:
             raise Killed
 
 
-def output_of_rank(path: str, kill_after: int | None) -> tuple[str, str, int]:
-    """What a rank prints, its error and exit code."""
-    output = io.StringIO()
-    observer = get_registry().observing(KillAfter(kill_after))
-    with redirect_stdout(output), warnings.catch_warnings(), observer, pytest.MonkeyPatch.context() as patch:
+@contextmanager
+def without_launcher() -> Iterator[pytest.MonkeyPatch]:
+    """Run a rank whose process group exists, without warnings and without a launcher to report to."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        # The process group is there; there is no launcher, whose store a rank would report to.
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
+        yield patch
+
+
+def output_of_rank(path: str, kill_after: int | None) -> tuple[str, str, int]:
+    """What a rank prints, its error and exit code."""
+    error, code = "", 0
+    with redirect_stdout(io.StringIO()) as output, get_registry().observing(KillAfter(kill_after)), without_launcher():
         try:
             run_rank(None, load_run(path))
-        except MeshwrightError as error:
-            return output.getvalue(), str(error), error.exit_code
+        except MeshwrightError as caught:
+            error, code = str(caught), caught.exit_code
         except Killed:
-            return output.getvalue(), "killed", 137
-    return output.getvalue(), "", 0
+            error, code = "killed", 137
+    return output.getvalue(), error, code
 
 
 class Place:

@@ -24,15 +24,13 @@ def served(
         A function that gives it the words of a case, and returns the exit code, stdout and stderr.
     """
     pipe = subprocess.PIPE
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(
-            [sys.executable, *command], stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=environment
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
+    words = [sys.executable, *command]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=environment)
+    with process:
         asks, answers = process.stdin, process.stdout
+        assert asks is not None
+        assert answers is not None
 
         def run(*words: object) -> tuple[int, str, str]:
             start, out = log.stat().st_size, ""

@@ -112,35 +112,16 @@ class Cluster:
 
     def _config(self) -> str:
         host, place = socket.gethostname(), self.directory
-        return f"""ClusterName=meshwright
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={place}/munge/s
-CredType=cred/munge
-SlurmctldPort={free_port()}
-SlurmdPort={free_port()}
-SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd.pid
-StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-ReturnToService=2
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-JobRequeue=1
-KillWait=30
-MinJobAge=600
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self._cpus} State=UNKNOWN
-PartitionName=low Nodes=node1 Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}
-PartitionName=high Nodes=node1 State=UP PriorityTier=10 PreemptMode=OFF
-"""
+        simple = f"""ClusterName=meshwright SlurmctldHost={host}(127.0.0.1) SlurmUser=root SlurmdUser=root
+            AuthType=auth/munge AuthInfo=socket={place}/munge/s CredType=cred/munge SlurmctldPort={free_port()}
+            SlurmdPort={free_port()} SlurmctldPidFile={place}/slurmctld.pid SlurmdPidFile={place}/slurmd.pid
+            StateSaveLocation={place}/state SlurmdSpoolDir={place}/spool ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none JobAcctGatherType=jobacct_gather/none MpiDefault=none ReturnToService=2
+            AccountingStorageType=accounting_storage/none SelectType=select/cons_tres SelectTypeParameters=CR_CPU
+            SchedulerType=sched/backfill SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+            PreemptType=preempt/partition_prio PreemptMode=REQUEUE JobRequeue=1 KillWait=30 MinJobAge=600"""
+        machine = f"NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self._cpus} State=UNKNOWN"
+        low = f"Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}"
+        partition = "PartitionName={} Nodes=node1 State=UP {}\n"
+        ends = partition.format("low", low) + partition.format("high", "PriorityTier=10 PreemptMode=OFF")
+        return "\n".join([*simple.split(), machine, ends])

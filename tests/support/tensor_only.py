@@ -40,21 +40,22 @@ class PlainParts(Parts):
     def __init__(self, divisions: Mapping[Tensor, Division]) -> None:
         self._divisions = divisions
 
+    def _of(self, value: Tensor, parameter: Tensor) -> Division | None:
+        return self._divisions.get(parameter) if value.shape == parameter.shape else None
+
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        division = self._divisions.get(parameter)
-        return value if division is None or value.shape != parameter.shape else division.whole(value)
+        return value if (division := self._of(value, parameter)) is None else division.whole(value)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         division = self._divisions.get(parameter)
         return whole if division is None or whole.shape != division.shape else division.part(whole)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        division = self._divisions.get(parameter)
-        return value.shape if division is None or value.shape != parameter.shape else division.shape
+        return value.shape if (division := self._of(value, parameter)) is None else division.shape
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
-        division, own = self._divisions.get(parameter), super().pieces(value, parameter)
-        return own if division is None or value.shape != parameter.shape else division.pieces(own, value.shape)
+        own = super().pieces(value, parameter)
+        return own if (division := self._of(value, parameter)) is None else division.pieces(own, value.shape)
 
     def groups(self, parameter: Tensor) -> Groups:
         division = self._divisions[parameter]
@@ -65,14 +66,8 @@ class TensorOnlyManager(DataParallelManager):
     config: TensorOnlyConfig
 
     def shard(self, model: nn.Module) -> nn.Module:
-        parallel = TensorParallel(
-            model,
-            self.layout,
-            self.mesh["tp"],
-            plan=self.config.tp_plan,
-            sequence_parallel=self.config.sequence_parallel,
-            plain=self.config.plain,
-        )
+        options = {"sequence_parallel": self.config.sequence_parallel, "plain": self.config.plain}
+        parallel = TensorParallel(model, self.layout, self.mesh["tp"], plan=self.config.tp_plan, **options)
         parallel.apply()
         self.axes.append(parallel)
         if self.config.plain:
@@ -89,18 +84,10 @@ def register_strategies() -> list[StrategySpec]:
 # -- models, as variants of the tiny Llama
 
 
-def _last_entry_masked(logits_BSV: Tensor) -> Tensor:
-    return logits_BSV + torch.eye(131, dtype=logits_BSV.dtype)[130] * -3.0
-
-
 def _first_entry_masked(logits_BSV: Tensor) -> Tensor:
     logits_BSV = logits_BSV.clone()
     logits_BSV[..., 0] = -3.0
     return logits_BSV
-
-
-def _of_unit_length(logits_BSV: Tensor) -> Tensor:
-    return logits_BSV / logits_BSV.norm(dim=-1, keepdim=True)
 
 
 _SIX_HEADS = {"num_attention_heads": 6, "head_dim": 6}
@@ -112,10 +99,8 @@ VARIANTS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Tensor] | Non
     "soft_capped": ({}, lambda logits: torch.tanh(logits.float().to(logits.dtype) / 3.0) * 3.0),
     "flipped": ({}, lambda logits: logits.flip(-1)),
     "first_entry_masked": ({}, _first_entry_masked),
-    "last_entry_masked": ({}, _last_entry_masked),
-    "of_unit_length": ({}, _of_unit_length),
-}
-"""By name: what differs in the configuration, and what is done to the logits."""
+    "of_unit_length": ({}, lambda logits: logits / logits.norm(dim=-1, keepdim=True)),
+}  # By name: what differs in the configuration, and what is done to the logits
 
 
 class _Variant(LlamaForCausalLM):

@@ -33,9 +33,8 @@ def unshard_between_steps(
 ) -> tuple[bool, float, bool, bool]:
     """The task of one rank: training with and without `unshard` after the first step.
 
-    Returns:
-        Whether the model had plain parameters then; how far its logits were from those of a plain model with the same
-        weights; whether both generated the same; and whether training continued as without it, bit for bit.
+    Returns whether the model had plain parameters then; how far its logits were from those of a plain model with the
+    same weights; whether both generated the same; and whether training continued as without it, bit for bit.
     """
     runs = []
     for is_interrupted in (False, True):

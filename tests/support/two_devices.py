@@ -28,21 +28,16 @@ _COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor
 _TAKE_CPU_INDICES = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
 
 
-class MixedDevicesError(RuntimeError):
-    """An operation takes tensors of both devices."""
+class MixedDevicesError(RuntimeError): ...
 
 
 class TwoDevices:
-    """A context manager in which ACCELERATOR exists.
-
-    Attributes:
-        collectives: of this rank: the operator and the device of its tensors, in order.
-    """
+    """A context manager in which ACCELERATOR exists."""
 
     def __init__(self) -> None:
-        self.collectives: list[tuple[str, str]] = []
+        self.collectives: list[tuple[str, str]] = []  # Of this rank: the operator and the device of its tensors
+        # Where the running call makes its tensors; None: where those are that it takes.
         self.made_on: torch.device | None = CPU
-        """Where the running call makes its tensors; None: where those are that it takes."""
         # With the storages, whose keys are free again when they are gone.
         self._placed: dict[int, Any] = {}
         self._modes = contextlib.ExitStack()
@@ -72,7 +67,6 @@ class TwoDevices:
         return tensor
 
     def of(self, tensor: Tensor) -> torch.device:
-        """Where a tensor is."""
         return ACCELERATOR if storage_of(tensor)[0] in self._placed else CPU
 
     def of_any(self, tensors: Iterable[Tensor]) -> torch.device:
@@ -81,7 +75,6 @@ class TwoDevices:
 
     @contextlib.contextmanager
     def making_on(self, device: torch.device | None) -> Iterator[None]:
-        """Around a call."""
         before, self.made_on = self.made_on, device
         try:
             yield

@@ -47,29 +47,17 @@ def event(name: str, step: int, **values: Any) -> dict[str, Any]:
 
 
 def start(steps: int, *, world_size: int = 4, begin: int = 0) -> dict[str, Any]:
-    return {
-        "time": START + 0.25 * begin,
-        "event": "start",
-        "id": "ab" * 16,
-        "name": "run",
-        "strategy": "fsdp2",
-        "mesh": f"dp_shard={world_size}",
-        "world_size": world_size,
-        "start": begin,
-        "steps": steps,
-        "parameters": 1_234_567,
-        "device": "cpu",
-        "version": "0.1.0",
-    }
+    line = {"time": START + 0.25 * begin, "event": "start", "id": "ab" * 16, "name": "run", "strategy": "fsdp2"}
+    line |= {"mesh": f"dp_shard={world_size}", "world_size": world_size, "start": begin, "steps": steps}
+    return line | {"parameters": 1_234_567, "device": "cpu", "version": "0.1.0"}
 
 
 def make_run(
     directory: Path, steps: int = 300, *, seed: int = 0, world_size: int = 4, of_steps: int | None = None
 ) -> Path:
     """A run that has done so many steps."""
-    write_lines(
-        directory / "metrics.jsonl", (step_line(n, seed=seed, world_size=world_size) for n in range(1, steps + 1))
-    )
+    lines = (step_line(n, seed=seed, world_size=world_size) for n in range(1, steps + 1))
+    write_lines(directory / "metrics.jsonl", lines)
     events = [start(of_steps or steps, world_size=world_size)]
     events += [event("checkpoint", n, path=f"checkpoints/{n}", seconds=0.1) for n in range(100, steps + 1, 100)]
     write_lines(directory / "events.jsonl", events)
@@ -79,25 +67,18 @@ def make_run(
 
 
 def make_ranks(directory: Path, ranks: int, steps: int = 60, *, slow: int | None = None, last: int = 0) -> None:
-    """Files of ranks; one of them may be slow.
-
-    Args:
-        last: number of the last step; default: `steps`.
-    """
+    """Files of ranks, of which one may be slow; `last` is the number of the last step, by default `steps`."""
     chosen = random.Random(0)
     for rank in range(ranks):
-        lines = []
+        lines: list[dict[str, Any]] = []
         for step in range((last or steps) - steps + 1, (last or steps) + 1):
             busy = 0.16 + 0.002 * chosen.random() + (0.05 if rank == slow else 0)
-            lines.append(
-                {
-                    "step": step,
-                    "time": START + 0.25 * step,
-                    "seconds": 0.21 + 0.001 * chosen.random(),
-                    "times": {"data": 0.005 + 0.0002 * chosen.random(), "forward_backward": busy, "optimizer": 0.02},
-                    "memory": {"host": (500 + rank % 7) << 20, "allocated_peak": (2000 + 13 * (rank % 11)) << 20},
-                }
-            )
+            line: dict[str, Any] = {"step": step, "time": START + 0.25 * step}
+            line["seconds"] = 0.21 + 0.001 * chosen.random()
+            data = 0.005 + 0.0002 * chosen.random()
+            line["times"] = {"data": data, "forward_backward": busy, "optimizer": 0.02}
+            line["memory"] = {"host": (500 + rank % 7) << 20, "allocated_peak": (2000 + 13 * (rank % 11)) << 20}
+            lines.append(line)
         write_lines(directory / "ranks" / f"{rank:05}.jsonl", lines)
 
 
@@ -115,7 +96,6 @@ def make_timeline(directory: Path, *, ranks: int = 2, microbatches: int = 4, ste
     (directory / "timeline" / "planned.json").write_text(json.dumps(plan), encoding="utf-8")
     for rank, row in enumerate(planned):
         actions = [[kind, stage, batch, 0.01 * begin, 0.011 * end] for kind, stage, batch, begin, end in row]
-        lines = [
-            {"step": n, "time": START + 0.25 * n + 0.001 * rank, "pp_rank": rank, "actions": actions} for n in steps
-        ]
+        line = {"pp_rank": rank, "actions": actions}
+        lines = [{"step": n, "time": START + 0.25 * n + 0.001 * rank} | line for n in steps]
         write_lines(directory / "timeline" / f"rank-{rank:05}.jsonl", lines)
