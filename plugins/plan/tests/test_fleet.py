@@ -131,8 +131,6 @@ def test_a_simulated_run_is_one_that_goes_step_by_step(name):
 
 CLOSED = {
     "as it is": LARGE,
-    "a run of few": replace(LARGE, ranks=1024, saves=Saves(100, 1.0, 33.0, 35.0)),
-    "written at once, as Daly's": replace(LARGE, saves=Saves(140, 34.0, 0.0, 35.0)),
     "saves wait": replace(LARGE, saves=Saves(2, 1.0, 60.0, 35.0)),
     "hardly anything is left": replace(LARGE, failures_per_rank_hour=20 * RATE),
 }
@@ -186,15 +184,6 @@ def test_the_more_often_ranks_fail_the_less_is_left(every, hold, write, load, is
     rates = [replace(fleet, failures_per_rank_hour=RATE * factor) for factor in (0, 0.5, 1, 2, 4)]
     found = simulate(rates, 20 * DAY, runs=16).goodput
     assert all(more < less for less, more in itertools.pairwise(found))
-
-
-def test_without_failures_saves_alone_are_lost():
-    fleet = replace(LARGE, failures_per_rank_hour=0.0)
-    period = 24 * 6.2 + 1.0
-    found = simulate([fleet], 500 * period, runs=2).means()
-    assert found["saves"] == pytest.approx(1.0 / period, rel=1e-9)
-    assert found["useful"] == pytest.approx(24 * 6.2 / period, rel=1e-9) == goodput(fleet)
-    assert sum(found[each] for each in PARTS if each not in ("useful", "saves")) == pytest.approx(0, abs=1e-12)
 
 
 def test_failures_are_as_many_as_their_rate_says():

@@ -152,14 +152,6 @@ def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_
     assert "every 3.1 h" in table.title
 
 
-def test_a_run_that_saves_well_is_not_told_to_and_one_that_does_not_is(planned):
-    best = _row(_failures(planned, SLOW), RECOMMENDED)["every"]
-    well = _failures(planned, SLOW, checkpoint={"every": best})
-    assert _row(well, OWN)["parts"] == _row(well, RECOMMENDED)["parts"]
-    assert "more of the time" not in told(well, _config())[0].caption
-    assert "loses all of it" in told(_failures(planned, SLOW), _config())[0].caption
-
-
 @pytest.mark.parametrize(("every", "steps"), [("20m", 20 * 60 / STEP_S), ([100, "20m"], 100)])
 def test_a_run_that_saves_by_the_clock_saves_so_often(planned, every, steps):
     assert _row(_failures(planned, SLOW, checkpoint={"every": every}), OWN)["every"] == steps
@@ -193,13 +185,6 @@ def test_what_a_failure_takes_is_lost(planned, option, part):
     assert some[part] == pytest.approx(50 / (54 * 24 * HOUR / 419), rel=0.05)
     assert more[part] > 1.9 * some[part]
     assert more["useful"] < some["useful"]
-
-
-def test_the_more_often_ranks_fail_the_more_often_to_save(planned):
-    found = [_failures(planned, {**SLOW, "failures_per_rank_hour": RATE * each}) for each in (32, 128, 512)]
-    every = [_row(each, RECOMMENDED)["every"] for each in found]
-    assert every[0] == pytest.approx(2 * every[1], rel=0.1)
-    assert every[1] == pytest.approx(2 * every[2], rel=0.1)
 
 
 # -- the command
