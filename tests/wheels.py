@@ -22,7 +22,11 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # of an extra of the plugin
+        if error.name.startswith("meshwright"):
+            raise
 """
 
 
