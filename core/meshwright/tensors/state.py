@@ -83,6 +83,7 @@ class OptimizerState(Generic[T]):
 
 
 TensorKind = tuple[torch.Size, torch.dtype]
+"""Global shape and dtype of a tensor."""
 
 
 @dataclass
