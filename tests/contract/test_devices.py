@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.base.types import Batch
+from meshwright.manager.start import forked_random_state
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
@@ -183,3 +184,15 @@ def _check_collectives(ranks: list[list[tuple[str, str]]]) -> None:
     alike = [[each for each in found if "send" not in each[0] and "recv" not in each[0]] for found in ranks]
     assert all("and" not in device for found in ranks for _, device in found)
     assert all(found == alike[0] for found in alike)
+
+
+def test_a_run_on_the_cpu_does_not_touch_an_accelerator_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> int:
+        raise AssertionError("the accelerator was asked for its device")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", asked)
+    before = torch.get_rng_state()
+    with forked_random_state(CPU):
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)

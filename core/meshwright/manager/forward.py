@@ -230,7 +230,7 @@ class Forward:
     def rehearse(self, microbatch: Batch, complete: Complete = lambda batch: batch) -> None:
         """Run the forward of a microbatch without gradients, side effects, and logits if possible. Collective."""
         try:
-            with forked_random_state(), torch.no_grad():
+            with forked_random_state(self._mesh.device), torch.no_grad():
                 inputs, targets_BS = split_targets(complete(self.on_device(self.divide(microbatch))))
                 self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS.numel())
         finally:

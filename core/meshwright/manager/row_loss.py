@@ -62,7 +62,7 @@ class RowLoss:
 
         def alike() -> Any:
             # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
-            with forked_random_state():
+            with forked_random_state(world.device):
                 return run()
 
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):

@@ -156,11 +156,10 @@ def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
     share_random_state(mesh)
 
 
-def forked_random_state() -> AbstractContextManager[None]:
-    """Restore the random state of the CPU and of the current accelerator when the context is left."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-    return torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type)
+def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random state of the CPU, and of `device` if it is an accelerator, when the context is left."""
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 def share_random_state(mesh: Mesh) -> None:

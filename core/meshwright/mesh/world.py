@@ -19,6 +19,7 @@ pytorch/pytorch pull request 179291, issue 190489.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import time
@@ -52,6 +53,11 @@ def settle() -> None:
         time.sleep(_POLL_S)
         while any(map(_is_busy, _TASKS.iterdir())) and time.monotonic() < end:
             time.sleep(_POLL_S)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    atexit.register(settle)
 
 
 def _is_busy(task: Path) -> bool:
@@ -274,9 +280,7 @@ def existing_world(device: torch.device | str) -> World:
 
 
 def _use(device: torch.device) -> None:
-    # Once: the same function is not registered twice.
-    atexit.unregister(settle)
-    atexit.register(settle)
+    _settle_at_exit()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 

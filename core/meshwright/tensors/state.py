@@ -291,8 +291,10 @@ def _spread(
 ) -> Tensor:
     """Return this rank's shard of a full tensor on rank 0."""
     shape, dtype = kind
-    empty = torch.empty(shape, dtype=dtype, device=world.device)
-    received = empty if whole is None else whole.to(world.device, copy=True)
+    if whole is None:
+        received = torch.empty(shape, dtype=dtype, device=world.device)
+    else:
+        received = whole.to(world.device, copy=True)
     dist.broadcast(received, group=world.group, group_src=0)
     return parts.part(received, parameter)
 

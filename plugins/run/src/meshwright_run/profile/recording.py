@@ -196,10 +196,13 @@ def spans_of(profiler: profile) -> list[Span]:
 class FaultFiles:
     """An observer that writes files to output_dir/faults when this rank fails.
 
-    rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
-                              sizes, when begun, and whether they are over ("retired")
-    rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
-    rank-00000-stacks.txt     where each thread was in Python
+        rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
+                                  sizes, when begun, and whether they are over ("retired")
+        rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
+        rank-00000-stacks.txt     where each thread was in Python
+
+    Args:
+        directory: of the run.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
