@@ -433,8 +433,8 @@ def test_a_rank_of_each_stage_is_planned_for_pictures():
 PIXELS = {
     "memory": "owner-activations",
     "timeline": "phase-backward",
-    "traffic": "link-inside",
     "mesh": "link-inside",
+    "traffic": "link-inside",
     "layouts": "fit-fits",
 }
 
