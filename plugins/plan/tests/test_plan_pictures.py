@@ -418,7 +418,7 @@ def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
     text = page(subject)
     assert text.count("a model of 10 blocks, not of all 40") >= 3
     # The trace's own, not that of all blocks.
-    assert subject.reserved == [reserved(found, workspace=device.workspace_bytes) for found in subject.traces]
+    assert subject.reserved == [reserved(found, workspace=device.library_bytes) for found in subject.traces]
     assert subject.traces[0].peak.bytes < subject.plan["peak_allocated_bytes"]
     assert "not of all" not in page(_subject("compiled"))
 
