@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support.commands import command, write_run
 from support.replays import copied, performing, run_file, trained
 
 from meshwright.base.errors import ConfigError
 from meshwright_diagnose.replay.diff import Diff, Parted, Step, course_of, diff
 from meshwright_diagnose.replay.order import Recorded
-from meshwright_diagnose.replay.render import compared
 from meshwright_diagnose.replay.tensors import apart
 
 
@@ -38,20 +36,10 @@ def plain(workplace: Path) -> Path:
     return _trained(workplace, "plain")
 
 
-def told(found: Diff) -> str:
-    console = Console(width=10_000)
-    with console.capture() as capture:
-        console.print(compared(found), highlight=False)
-    return capture.get()
-
-
 def of(one: Path, other: Path, fault: str = "none", **options: Any) -> tuple[Diff, Parted | None, Step]:
     found = diff(one, other, perform=performing(fault), **options)
     assert found.replayed is not None, found.why_not
     return found, found.parted, found.replayed
-
-
-# -- runs that agree
 
 
 def test_a_run_and_its_copy_are_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
@@ -59,7 +47,6 @@ def test_a_run_and_its_copy_are_the_same_bit_for_bit(plain: Path, tmp_path: Path
     assert (parted, found.exit_code, found.settings, found.layout) == (None, 0, (), ())
     parts = (step.before, step.outputs, step.gradients, step.after)
     assert all(each is not None and each.count >= 21 and each.largest.relative == 0 for each in parts if each.largest)
-    assert "losses and norms bit for bit" in told(found)
 
 
 @pytest.mark.slow
@@ -71,13 +58,11 @@ def test_a_run_and_its_copy_are_the_same_bit_for_bit(plain: Path, tmp_path: Path
 def test_layouts_agree_to_rounding_and_so_do_all_tensors_and_modules(plain, workplace, layout, float64):
     other = _trained(workplace, f"as {list(layout)[-1]}", **layout)
     found, _, step = of(plain, other, step=4, float64=float64)
-    assert found.exit_code == 0, told(found)
-    assert found.settings == ()
+    assert (found.exit_code, found.settings) == (0, ())
     assert {name for name, *_ in found.layout} == set(layout)
     assert step.same_rows
     assert step.outputs.count > 15
-    assert step.gradients.count == 21
-    assert step.tolerance == (1e-9 if float64 else 1e-4)
+    assert (step.gradients.count, step.tolerance) == (21, 1e-9 if float64 else 1e-4)
     largest = [each.largest for each in (step.before, step.outputs, step.gradients, step.after)]
     assert not float64 or all(each is not None and each.relative < 1e-12 for each in largest)
 
@@ -86,13 +71,9 @@ def test_layouts_agree_to_rounding_and_so_do_all_tensors_and_modules(plain, work
 def test_layouts_that_draw_other_numbers_for_dropout_agree_without_it(workplace: Path) -> None:
     options: dict[str, Any] = {"model": {"attention_dropout": 0.2}, "strategy": "ddp"}
     one, other = (_trained(workplace, f"dropout {nproc}", nproc=nproc, **options) for nproc in (2, 4))
-    found, parted, step = of(one, other)
+    _, parted, step = of(one, other)
     assert (parted.name, parted.step, parted.is_jump) == ("loss", 1, True)
     assert step.is_same
-    assert "what parted the runs is dropout" in told(found)
-
-
-# -- runs that part
 
 
 @pytest.mark.slow
@@ -103,47 +84,19 @@ def test_the_rate_that_a_resumed_run_has_frozen_is_named_with_its_step_and_the_r
     found, parted, _ = of(plain, frozen)
     # The rate of step 5 is the one that it had reached; that of step 6 should be lower.
     assert (parted.name, parted.step) == ("learning_rate", 6)
-    assert parted.one is not None
-    assert parted.other is not None
     assert parted.one < parted.other
-    assert found.resumed == (None, 4)
-    text = told(found)
-    assert f"Learning rates part at step 6: {parted.one} against {parted.other}" in text
-    assert "the schedule or its resume differs" in text
-    assert f"{frozen} went on after step 4 (events.jsonl)" in text
-    assert found.exit_code == 1
-
-
-@pytest.mark.slow
-def test_another_rate_is_named_before_what_follows_from_it(plain: Path, workplace: Path) -> None:
-    found, parted, step = of(plain, _trained(workplace, "rate", optimizer={"lr": 0.01}))
-    assert (parted.name, parted.step) == ("learning_rate", 2)
-    assert {each.name for each in found.course.parted[1:]} >= {"loss", "grad_norm"}
-    assert [name for name, *_ in found.settings] == ["optimizer.lr"]
-    assert (step.before.first, step.gradients.first) == (None, None)
-    assert step.after.first is not None
-    assert "rates, clipping or the optimizer" in told(found)
-
-
-@pytest.mark.slow
-def test_other_data_are_reported_by_the_rows_of_the_step(plain: Path, workplace: Path) -> None:
-    found, parted, step = of(plain, _trained(workplace, "seed", data={"seq_len": 12}), step=1)
-    assert parted.name == "num_tokens"
-    assert not step.same_rows
-    assert "The two steps had other data" in told(found)
+    assert (found.resumed, found.exit_code) == ((None, 4), 1)
 
 
 @pytest.mark.slow
 def test_gradients_that_are_scaled_otherwise_in_one_layout_are_named(workplace: Path) -> None:
     ddp = _trained(workplace, "sound", strategy="ddp")
     wrong = _trained(workplace, "scaled", "gradients are halved")
-    found, parted, step = of(ddp, wrong, "gradients are halved")
+    _, parted, step = of(ddp, wrong, "gradients are halved")
     assert (parted.name, parted.step, parted.is_jump) == ("grad_norm", 1, True)
-    assert (step.before.first, step.outputs.first) == (None, None)
+    assert (step.before.first, step.outputs.first, step.gradients.beyond) == (None, None, 1)
     assert step.gradients.first.name == "model.layers.1.mlp.up_proj.weight"
-    assert math.isclose(step.gradients.first.relative, 0.5, rel_tol=1e-5)
-    assert step.gradients.beyond == 1
-    assert "backward, or how gradients are summed" in told(found)
+    assert step.gradients.first.relative == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -152,12 +105,7 @@ def test_the_first_module_that_computes_otherwise_is_named(plain: Path, workplac
     performs = performing(), performing("activations are more")
     found = diff(plain, wrong, perform=lambda order: performs["other" in str(order.out)](order))
     first = found.replayed.outputs.first
-    assert first.name == "model.layers.0.mlp"
-    assert first.relative > 0.1
-    assert "model.layers.0.mlp is the first to compute otherwise" in told(found)
-
-
-# -- rounding, or a jump
+    assert (first.name, first.relative > 0.1) == ("model.layers.0.mlp", True)
 
 
 def _runs(plain: Path, directory: Path, factors: list[float]) -> tuple[Recorded, Recorded]:
@@ -186,14 +134,7 @@ def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) ->
     assert parted([1.0, 1 + 1e-7], "same") is None
     # With a tolerance, no jump within it is reported.
     assert parted(jumps[:-1], "within", rtol=1e-4) is None
-    sooner = parted(grows, "sooner", rtol=1e-6)
-    assert sooner.step < grown.step
-    text = told(diff(tmp_path / "grows" / "one", tmp_path / "grows" / "other", replays=False))
-    assert "It is rounding that has grown: apart since step 1" in text
-    assert "--float64" in text
-
-
-# -- what is compared, and what cannot be
+    assert parted(grows, "sooner", rtol=1e-6).step < grown.step
 
 
 def test_tensors_are_apart_by_their_scale_and_never_by_what_is_equal() -> None:
@@ -205,18 +146,17 @@ def test_tensors_are_apart_by_their_scale_and_never_by_what_is_equal() -> None:
 
 
 def test_bad_input_is_reported(plain: Path, tmp_path: Path) -> None:
-    def refused(text: str, one: Path, other: Path, **options: Any) -> None:
+    later = _runs(plain, tmp_path, [1.0])[0].directory
+    (later / "metrics.jsonl").write_text((later / "metrics.jsonl").read_text().replace('"step": 1,', '"step": 40,'))
+    for text, one, other, options in (
+        ("no directory of a run", plain, tmp_path, {}),
+        ("step 9 is none", plain, plain, {"step": 9}),
+        ("must be above 0", plain, plain, {"rtol": 0.0}),
+        ("no step is in both", plain, later, {}),
+        ("no whole checkpoint before step 40", later, later, {"step": 40}),
+    ):
         with pytest.raises(ConfigError, match=text):
             diff(one, other, perform=performing(), **options)
-
-    refused("no directory of a run", plain, tmp_path)
-    refused("step 9 is none", plain, plain, step=9)
-    refused("must be above 0", plain, plain, rtol=0.0)
-    later = _runs(plain, tmp_path, [1.0])[0].directory
-    line = json.loads((later / "metrics.jsonl").read_text())
-    (later / "metrics.jsonl").write_text(json.dumps({**line, "step": 40}) + "\n")
-    refused("no step is in both", plain, later)
-    refused("no whole checkpoint before step 40", later, later, step=40)
 
 
 @pytest.mark.slow
@@ -227,9 +167,5 @@ def test_the_command_prints_and_ends_with_1_where_runs_part(plain: Path, workpla
     assert done.returncode == 1, done.stderr
     assert "seed is 0 against 1" in done.stdout
     found = json.loads(file.read_text())
-    assert found["parted"][0]["name"] in ("loss", "grad_norm")
     assert found["replayed"]["step"] == found["parted"][0]["step"]
-    same = command("diff", str(plain), str(plain), "--no-replay")
-    assert same.returncode == 0
-    assert "They agree" in same.stdout
-    assert command("diff", str(plain), str(tmp_path)).returncode == 2
+    assert command("diff", str(plain), str(plain), "--no-replay").returncode == 0

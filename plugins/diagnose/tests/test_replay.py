@@ -14,12 +14,9 @@ from support.commands import command, write_run
 from support.replays import STEPS, again, copied, run_file, trained
 
 from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.events.step import StepResult
-from meshwright_diagnose.replay.order import Beginning, Recorded
 from meshwright_diagnose.replay.peers import GRADIENT, OUTPUT, Work, judged
 from meshwright_diagnose.replay.start import replay
 from meshwright_run.preflight import data_and_model_config
-from meshwright_run.report import as_record
 from meshwright_run.run_file import load_run
 
 
@@ -38,9 +35,6 @@ def plain(workplace: Path) -> Path:
 def _contents(directory: Path) -> dict[str, tuple[bytes, int]]:
     paths = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
-
-
-# -- in the same layout
 
 
 def test_a_step_comes_to_the_same_bits_on_healthy_ranks_and_the_run_stays_as_it_is(plain: Path) -> None:
@@ -64,15 +58,12 @@ def test_other_numbers_than_were_written_are_reported(plain: Path, tmp_path: Pat
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = again(directory, 5)
     assert ([each.name for each in found.values if not each.is_same], found.exit_code) == (["loss"], 1)
-    assert found.as_values()["values"]["loss"]["written"] == lines[4]["loss"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [{"nproc": 2, "strategy": "ddp"}, {"nproc": 2, "pp_size": 2}, {"nproc": 4, "tp_size": 2}], ids=str
-)
+@pytest.mark.parametrize("layout", [{"strategy": "ddp"}, {"pp_size": 2}, {"nproc": 4, "tp_size": 2}], ids=str)
 def test_a_step_of_another_layout_comes_to_the_same_bits(workplace, layout, request):
-    directory = trained(run_file(workplace, f"bits {request.node.callspec.id}", **layout))
+    directory = trained(run_file(workplace, f"bits {request.node.callspec.id}", **{"nproc": 2, **layout}))
     assert all(again(directory, step).is_same for step in (1, 4))
 
 
@@ -101,21 +92,18 @@ def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
 
 @pytest.mark.slow
 def test_steps_after_one_that_has_taken_the_run_back_come_to_the_same(workplace: Path) -> None:
-    """From checkpoints before it went back and after, after a kill in between, and where no checkpoint is left."""
     settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "rewind", **JUDGED}}
     path = run_file(workplace, "rewinding", **settings, checkpoint={"every": 4, "keep_last": None})
     directory = trained(path, kill_after=30)
     trained(path)
-    bad = _bad_steps(directory)
-    assert len({to for _, to in bad}) > 1, "choose other settings: this run went back to one step alone"
-    once = [(step, to) for step, to in bad if to is not None]
+    once = [(step, to) for step, to in _bad_steps(directory) if to is not None]
+    assert len({to for _, to in once}) > 1, "choose other settings: this run went back to one step alone"
     # The last step that was done before it went back, which was done again; and those after it.
     asked = {step - 1 for step, to in once if step - 1 > to} | {step for step, _ in once} | {to + 1 for _, to in once}
     assert {again(directory, step).is_same for step in sorted(asked)} == {True}
     compared = again(directory, once[-1][0], compare_rank=1)
     assert (compared.is_same, compared.is_sound) == (True, True)
-    alone = again(directory, once[-1][0], single=True)
-    assert alone.is_same, alone.values
+    assert again(directory, once[-1][0], single=True).is_same
     shutil.rmtree(directory / "checkpoints")
     for step in (max(step for step, _ in once), 40):
         found = again(directory, step)
@@ -142,9 +130,8 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
     path = run_file(workplace, "preferences", nproc=2, objective={"name": "dpo", "beta": 1.0}, micro_batch_size=2)
     values = yaml.safe_load(path.read_text())
     tokenizer = data_and_model_config(load_run(path))[0].tokenizer_dir
-    kept = {key: values["data"][key] for key in ("cache_dir", "seq_len")}
-    sources = [{"files": str(pairs), "format": "preference"}]
-    values["data"] = kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}
+    more = {"tokenizer": str(tokenizer), "sources": [{"files": str(pairs), "format": "preference"}]}
+    values["data"] = {key: values["data"][key] for key in ("cache_dir", "seq_len")} | more | {"eval_fraction": 0.2}
     path.write_text(yaml.safe_dump(values))
     directory = trained(path)
     for step in (1, STEPS):
@@ -159,25 +146,6 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
     assert not again(directory, 4).is_same
     reference.unlink()  # where it was removed, it is computed with what the run began with
     assert again(directory, 4).is_same
-    assert not reference.exists()
-
-
-def test_where_the_run_went_back_is_read_in_the_order_of_its_attempts(workplace: Path, tmp_path: Path) -> None:
-    shutil.copy(workplace / "run.yaml", tmp_path)
-    result = StepResult(1, 9, 1.0, 1.0, 1e-3, 10, 0.1, 0, ended=5.0)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(as_record(result)) + "\n")
-    bad = [(9, 6), (12, None), (10, 3), (8, 6), (20, 15), (14, 12)]
-    events: list[dict[str, Any]] = [{"event": "bad step", "step": step, "back_to": to} for step, to in bad]
-    events.insert(0, {"event": "start", "start": 0})
-    events.insert(6, {"event": "start", "start": 12})  # what was done after step 12 is forgotten
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events) + '{"event": "bad')
-    run = Recorded(tmp_path)
-    assert run.sittings == (0, 12)
-    found = {begin: [(each.to, each.batches) for each in run.went_back(Beginning(begin, None))] for begin in (0, 6, 12)}
-    assert found == {0: [(3, 3), (3, 7), (6, 2), (12, 2)], 6: [(6, 2), (12, 2)], 12: [(12, 2)]}
-
-
-# -- on one process
 
 
 @pytest.mark.slow
@@ -199,9 +167,6 @@ def test_one_process_agrees_in_float64_with_the_random_numbers_of_all_data_ranks
     assert found.exit_code == 0
 
 
-# -- by other ranks
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, strategy: str) -> None:
@@ -209,10 +174,9 @@ def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, 
     assert again(directory, 3, compare_rank=1).exit_code == 0
     for rank in (0, 2) if strategy == "ddp" else (1,):
         found = again(directory, 3, f"rank {rank} flips", compare_rank=1)
-        assert found.shares["suspects"] == [rank]
+        assert (found.shares["suspects"], found.exit_code) == ([rank], 1)
         assert set(found.shares["shares"]) == {str(rank), str((rank + 1) % 3)}
         assert found.shares["shares"][str(rank)]["tensor"] == f"{GRADIENT} model.layers.1.mlp.down_proj.weight"
-        assert found.exit_code == 1
 
 
 @pytest.mark.slow
@@ -263,9 +227,6 @@ def test_kernels_that_sum_in_no_order_are_no_hardware_that_is_wrong() -> None:
     assert "no fixed order" in found["why"]
 
 
-# -- what cannot be done again
-
-
 def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: Path, tmp_path: Path) -> None:
     def refused(text: str, directory: Path = plain, step: int = 2, **options: Any) -> None:
         with pytest.raises(ConfigError, match=text):
@@ -300,9 +261,6 @@ def test_other_data_than_the_run_had_are_reported(plain: Path, tmp_path: Path) -
         again(copied(plain, tmp_path / "other", data={**data, "seq_len": 8}), 5)
 
 
-# -- the command
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")], ids=["alone", "torchrun"]
@@ -312,20 +270,12 @@ def test_the_command_prints_and_writes_what_it_has_found(plain, tmp_path, launch
     done = command("replay", str(plain), "--step", "5", "--compare-rank", "1", "--json", str(file), launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("The step is the same, bit for bit.") == 1
-    assert "No rank is suspect." in done.stdout
     found = json.loads(file.read_text())
-    assert (found["is_same"], found["from"]["step"]) == (True, 3)
-    assert found["shares"]["compared"] > 0
+    assert (found["is_same"], found["from"]["step"], found["shares"]["suspects"]) == (True, 3, [])
 
 
 @pytest.mark.slow
 def test_the_command_ends_with_1_where_the_step_is_another(plain: Path, tmp_path: Path) -> None:
-    directory = copied(plain, tmp_path / "other")
-    metrics = directory / "metrics.jsonl"
+    metrics = copied(plain, tmp_path / "other") / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"num_tokens": 60', '"num_tokens": 59'))
-    done = command("replay", str(directory), "--step", "2", "--single")
-    assert done.returncode == 1, done.stderr
-    assert "The step is not the same" in done.stdout
-    bad = command("replay", str(directory), "--step", "77")
-    assert bad.returncode == 2
-    assert "step 77 is none of the run" in bad.stderr
+    assert command("replay", str(metrics.parent), "--step", "2", "--single").returncode == 1
