@@ -1,18 +1,13 @@
-"""What `meshwright plan` says of failures: what a save holds, how often to save, and what the run's own setting costs.
-
-Options of PlanConfig and CheckpointConfig.
-"""
+"""What `meshwright plan` says of failures: what a save holds, how often to save, and what that costs."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plan_layouts import RUN, Layout, plan_command
+from support.plan_layouts import RUN, Layout
 
 from meshwright.base.validation import validated
 from meshwright.checkpoint import save_checkpoint
@@ -24,16 +19,7 @@ from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright_plan.config import PlanConfig, find_device
 from meshwright_plan.fleet import advice
-from meshwright_plan.fleet.advice import (
-    COPIED,
-    OWN,
-    OWN_COPIED,
-    RECOMMENDED,
-    SHARE_OF_LINK,
-    failures_of,
-    state_bytes,
-    told,
-)
+from meshwright_plan.fleet.advice import COPIED, OWN, OWN_COPIED, RECOMMENDED, failures_of, state_bytes, told
 from meshwright_plan.fleet.fleet import HOUR
 from meshwright_plan.planned import job_of, plan
 from meshwright_run.run_file import RunConfig
@@ -68,9 +54,6 @@ def _row(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(each for each in found["rows"] if each["name"] == name)
 
 
-# -- what a checkpoint holds
-
-
 def _saved(layout: Layout, directory: Path) -> int:
     """Bytes of model and optimizer in a checkpoint that real ranks have written after a step."""
     job = layout.job()
@@ -102,15 +85,10 @@ def test_a_checkpoint_is_as_large_as_planned(layout, tmp_path):
     assert state_bytes(layout.deep_job()) == first
 
 
-# -- what follows
-
-
 def test_failures_of_few_ranks_hardly_matter(planned):
     found = _failures(planned, {"failures_per_rank_hour": RATE / 16})
     assert found == {"ranks": 128, "mtbf_hours": pytest.approx(54 * 24 * 16_384 / 419 / 8), "rows": []}
-    assert told(found, _config()) == ["failures: one of 128 ranks fails every 6,335 h, so they hardly matter"]
-    never = _failures(planned, {"failures_per_rank_hour": 0})
-    assert (never["mtbf_hours"], "none" in told(never, _config())[0]) == (None, True)
+    assert _failures(planned, {"failures_per_rank_hour": 0})["mtbf_hours"] is None
 
 
 def test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need(planned):
@@ -125,7 +103,7 @@ def test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need(planned):
     assert limited["saves"]["write_s"] == pytest.approx(found["state_bytes"] / 1e3)
     link = find_device("h100-80gb").node.between.rate
     assert found["copies"]["hold_s"] == pytest.approx(own / 1e3)
-    assert found["copies"]["send_s"] == pytest.approx(own / link / SHARE_OF_LINK)
+    assert found["copies"]["send_s"] == pytest.approx(own / link / advice.SHARE_OF_LINK)
     at_once = _failures(planned, asked, checkpoint={"asynchronous": False})["saves"]
     assert (at_once["hold_s"], at_once["write_s"]) == (pytest.approx(share / 1e3 + 8 * share / 2e3), 0)
     assert _row(found, RECOMMENDED)["every"] * STEP_S >= found["saves"]["write_s"]
@@ -138,7 +116,6 @@ SLOW = {"copy_bandwidth": 1e3, "disk_bandwidth": 2e4}
 def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_from_it(planned):
     found = _failures(planned, SLOW, checkpoint={"every": 2000})
     best = _row(found, RECOMMENDED)
-    assert best["minutes"] == pytest.approx(best["every"] * STEP_S / 60)
     assert {each["name"] for each in found["rows"]} == {RECOMMENDED, OWN, COPIED, OWN_COPIED}
     useful = {each["name"]: each["parts"]["useful"] for each in found["rows"]}
     assert useful[RECOMMENDED] > useful[OWN] + 0.2
@@ -148,8 +125,6 @@ def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_
     assert copied["every"] % copied["copied_every"] == 0
     (table,) = told(found, _config(plan=OFTEN))
     assert f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)." in table.caption
-    assert re.search(r"leaves \d\d\.\d% more of the time than every 2,000 steps", table.caption)
-    assert "every 3.1 h" in table.title
 
 
 @pytest.mark.parametrize(("every", "steps"), [("20m", 20 * 60 / STEP_S), ([100, "20m"], 100)])
@@ -170,34 +145,15 @@ def test_a_run_that_copies_is_taken_as_it_copies(planned):
 
 
 @pytest.mark.parametrize(
-    ("asked", "more", "expected"),
-    [({}, {}, 60), ({}, {"watchdog_s": 120.0}, 120), ({"detection_s": 7.0}, {"watchdog_s": 120.0}, 7)],
+    ("asked", "more", "part", "lost"),
+    [
+        ({}, {}, "detection", 60),
+        ({}, {"watchdog_s": 120.0}, "detection", 120),
+        ({"detection_s": 7.0}, {"watchdog_s": 120.0}, "detection", 7),
+        ({"restart_s": 50.0}, {}, "restart", 50),
+    ],
 )
-def test_a_failure_is_noticed_as_soon_as_the_watchdog_says(planned, asked, more, expected):
+def test_what_a_failure_takes_is_lost_and_it_is_noticed_as_soon_as_the_watchdog_says(planned, asked, more, part, lost):
     parts = _row(_failures(planned, {**SLOW, **asked}, **more), RECOMMENDED)["parts"]
     # Of the time between two failures.
-    assert parts["detection"] == pytest.approx(expected / (54 * 24 * HOUR / 419), rel=0.05)
-
-
-@pytest.mark.parametrize(("option", "part"), [("detection_s", "detection"), ("restart_s", "restart")])
-def test_what_a_failure_takes_is_lost(planned, option, part):
-    some, more = (_row(_failures(planned, {**SLOW, option: each}), RECOMMENDED)["parts"] for each in (50.0, 100.0))
-    assert some[part] == pytest.approx(50 / (54 * 24 * HOUR / 419), rel=0.05)
-    assert more[part] > 1.9 * some[part]
-    assert more["useful"] < some["useful"]
-
-
-# -- the command
-
-
-@pytest.mark.slow
-def test_a_plan_prints_what_it_recommends(tmp_path):
-    file = tmp_path / "plan.json"
-    options = ("--set", "plan.failures_per_rank_hour=10", "--set", "checkpoint.every=100000")
-    printed = plan_command(tmp_path, "--world", "64", "--json", str(file), *options).output
-    found = json.loads(file.read_text(encoding="utf-8"))
-    every = _row(found["failures"], RECOMMENDED)["every"]
-    assert f"checkpoint.every={every} " in " ".join(printed.split())
-    assert re.search(rf"recommended +│ +{every:,} │", printed)
-    assert re.search(r"this run +│ +100,000 │", printed)
-    assert found["failures"]["mtbf_hours"] == pytest.approx(1 / 640)
+    assert parts[part] == pytest.approx(lost / (54 * 24 * HOUR / 419), rel=0.05)

@@ -31,9 +31,8 @@ WIDTH, LAYERS, VOCAB = 64, 3, 320
 
 
 def _llama(layers: int = LAYERS, attention: str = "sdpa", **changes: Any) -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": VOCAB, "tie_word_embeddings": False}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, **changes}
-    config = LlamaConfig(**sizes, num_hidden_layers=layers)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": VOCAB, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
@@ -44,7 +43,7 @@ def _experts(layers: int = 2, *, experts: int = 8) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def _job(make: Any, *, length: int = S, layers: int = 0, with_layers: Any = None) -> Job:
+def _job(make: Any, *, layers: int = 0, with_layers: Any = None) -> Job:
     def on_meta(*given: int) -> nn.Module:
         with torch.device("meta"):
             return (with_layers if given else make)(*given)
@@ -53,13 +52,13 @@ def _job(make: Any, *, length: int = S, layers: int = 0, with_layers: Any = None
     stack, degrees = resolve("fsdp2", MeshSizes(tp_size=2), 8, config={"activation_checkpointing": "full"})
     further = on_meta if with_layers is not None else None
     optimizer = optimizer_factory(OptimizerConfig(lr=1e-3))
-    return Job(stack, degrees, on_meta, optimizer, 4, 2, length, layers=layers, with_layers=further)
+    return Job(stack, degrees, on_meta, optimizer, 4, 2, S, layers=layers, with_layers=further)
 
 
 def _of_row(make: Any, **options: Any) -> float:
     found = model_flops(_job(make, **options))
     assert found.per_token is not None, found.why_not
-    return found.per_token * (options.get("length", S) - 1)
+    return found.per_token * (S - 1)
 
 
 def _really(model: nn.Module) -> int:
@@ -71,9 +70,8 @@ def _really(model: nn.Module) -> int:
 
 
 def _adapted(**options: Any) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(_llama(attention="eager"), LoraConfig(task_type="CAUSAL_LM", r=4, **options))
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(_llama(attention="eager"), peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
 
 
 @pytest.mark.parametrize(
@@ -87,17 +85,8 @@ def _adapted(**options: Any) -> nn.Module:
     ids=["llama", "tied", "adapter", "adapter of the last block"],
 )
 def test_flops_are_those_that_torch_counts_in_a_real_run(make: Any) -> None:
-    if make.func is _adapted:
-        pytest.importorskip("peft")
     torch.manual_seed(0)
     assert _of_row(make) == _really(make())
-
-
-def test_weights_that_are_frozen_need_no_gradient() -> None:
-    pytest.importorskip("peft")
-    whole = _of_row(functools.partial(_llama, attention="eager"))
-    # Of three products of each weight two are left, and what the adapter itself needs.
-    assert 2 / 3 < _of_row(functools.partial(_adapted, target_modules="all-linear")) / whole < 0.8
 
 
 def test_attention_counts_pairs_that_act_and_no_scores_twice() -> None:
@@ -105,19 +94,6 @@ def test_attention_counts_pairs_that_act_and_no_scores_twice() -> None:
     product = 2 * WIDTH * LAYERS
     # Two products of each pair in forward, four in backward; all pairs, or those of a query and what is before it.
     assert written - fused == 6 * product * (S * S - S * (S + 1) // 2)
-
-
-def test_flops_beside_a_formula() -> None:
-    """6 N + 12 L H S counts the table of the embedding, norms, and all pairs of an attention."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32_000}
-    make, length = functools.partial(_llama, 16, **sizes), 2048
-    found = _of_row(make, length=length, layers=16, with_layers=functools.partial(_llama, **sizes)) / length
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in make().parameters())
-    formula = 6 * parameters + 12 * 16 * 2048 * length
-    assert 0.85 < found / formula < 0.95
-    less = 6 * 32_000 * 2048 + 6 * 16 * 2048 * (length - 1)
-    assert found == pytest.approx(formula - less, rel=1e-4)
 
 
 def test_of_experts_those_that_are_chosen_count() -> None:
@@ -129,15 +105,14 @@ def test_of_experts_those_that_are_chosen_count() -> None:
     assert experts < few < 3 * experts
 
 
-@pytest.mark.parametrize("layers", [13, pytest.param(40, marks=pytest.mark.slow)])
-def test_many_blocks_are_told_by_few(layers: int) -> None:
-    alone = _of_row(functools.partial(_llama, layers))
-    assert _of_row(functools.partial(_llama, layers), layers=layers, with_layers=_llama) == alone
+def test_many_blocks_are_told_by_few() -> None:
+    make = functools.partial(_llama, 13)
+    assert _of_row(make, layers=13, with_layers=_llama) == _of_row(make)
 
 
 @pytest.mark.slow
 def test_blocks_that_differ_are_not_told_by_few() -> None:
-    def first_are_narrow(layers: int = 24) -> nn.Module:
+    def make(layers: int = 24) -> nn.Module:
         model = _llama(layers)
         for index, block in enumerate(model.model.layers):
             width = 3 * WIDTH + (index**2 % 5)
@@ -145,22 +120,18 @@ def test_blocks_that_differ_are_not_told_by_few() -> None:
             block.mlp.down_proj = nn.Linear(width, WIDTH, bias=False)
         return model
 
-    assert _of_row(first_are_narrow, layers=24, with_layers=first_are_narrow) == _of_row(first_are_narrow)
+    assert _of_row(make, layers=24, with_layers=make) == _of_row(make)
 
 
-class _Unseen(nn.Module):
+class _Unseen(nn.Embedding):
     """Looks at values in a way that a trace cannot follow."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCAB, 8)
-
     def forward(self, input_ids: torch.Tensor) -> Any:
-        raise RuntimeError(f"{self.table(input_ids).detach().numpy()}")
+        raise RuntimeError(f"{super().forward(input_ids).detach().numpy()}")
 
 
 def test_what_cannot_be_counted_says_why() -> None:
-    found = model_flops(_job(_Unseen))
+    found = model_flops(_job(functools.partial(_Unseen, VOCAB, 8)))
     assert found.per_token is None
     assert "it looks at what is known on real ranks alone" in found.why_not
     found = model_flops(_job(_llama), get_objective("dpo"))
@@ -180,11 +151,7 @@ def _fitted(peak: float | None) -> list[StepResult]:
 def test_mfu_is_the_part_of_what_all_devices_could_have_done() -> None:
     for results in pool(2).run(_fitted, 1e6):
         for each in results:
-            assert each.flops == 600.0 * each.num_tokens
-            expected = 600.0 * each.num_tokens / (each.seconds * 1e6 * 2)
-            assert each.mfu == pytest.approx(expected)
-            assert f"  MFU {expected:.1%}" in describe(each)
-    for results in pool(2).run(_fitted, None):
-        assert results[0].flops is not None
-        assert results[0].mfu is None
-        assert "MFU" not in describe(results[0])
+            mfu = 600.0 * each.num_tokens / (each.seconds * 1e6 * 2)
+            assert (each.flops, each.mfu) == (600.0 * each.num_tokens, pytest.approx(mfu))
+            assert f"  MFU {mfu:.1%}" in describe(each)
+    assert [results[0].mfu for results in pool(2).run(_fitted, None)] == [None, None]

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.measures import Counting
-from torch import nn
 
+from meshwright.manager import row_loss
+from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import checkpoint_blocks
+from meshwright_plan.meter import StepMeter
+from meshwright_plan.world import planned_world
 from meshwright_testing.models import tiny_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -23,9 +26,8 @@ import published_jobs as jobs  # noqa: E402
 ROWS = json.loads((BENCHMARKS / "published.json").read_text())
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
-def test_each_row_has_a_job_or_a_reason(number):
-    row = ROWS[number]
+@pytest.mark.parametrize("row", ROWS)
+def test_each_row_has_a_job_or_a_reason(row):
     if (why := jobs.left_out(row)) is not None:
         assert len(why) > 20
         return
@@ -33,38 +35,27 @@ def test_each_row_has_a_job_or_a_reason(number):
     assert depths[-1] <= jobs.blocks(row)
     job = jobs.job_of(row, depths[0])
     assert job.degrees.world_size <= (jobs.gpus(row) or 0)
-    tokens = job.microbatches * job.rows * job.length
-    if not jobs.is_megatron(row):
+    if jobs.is_megatron(row):
+        batch = row["args"].get("global-batch-size", jobs.BATCH_AT_FIRST)
+        assert job.microbatches * job.rows * job.length * job.degrees.dp == batch * row["seq"]
+    else:
         assert (job.degrees.world_size, job.rows) == (row["gpus"], row["local_batch"])
-        return
-    batch = row["args"].get("global-batch-size", jobs.BATCH_AT_FIRST)
-    assert tokens * job.degrees.dp == batch * row["seq"]
 
 
-def _row(**more):
-    layout = {"tp": 1, "pp": 1}
-    return {"model": "", "layout": layout, "activation_checkpointing": "selective_op", "source": "202412", **more}
-
-
-def _products(model: nn.Module, row) -> int:
-    with code.running(row):
-        checkpoint_blocks(model, _layout(model), "selective")
-        with Counting() as counting:
-            model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
-    return counting.counts["aten.mm.default"]
-
-
-def _layout(model: nn.Module):
-    from meshwright.model.layout import layout_by_structure
-
-    return layout_by_structure(model)
+ROW = {"model": "", "layout": {"tp": 1, "pp": 1}, "activation_checkpointing": "selective_op", "source": "202412"}
 
 
 def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_by_ours():
-    with Counting() as counting:
-        tiny_model()(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    counts = []
+    for checkpoints in (False, True):
+        model = tiny_model()
+        with code.running(ROW), Counting() as counting:
+            if checkpoints:
+                checkpoint_blocks(model, layout_by_structure(model), "selective")
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+        counts.append(counting.counts["aten.mm.default"])
     # Of seven products, theirs hold the first, third, fifth and seventh; ours the second, fourth and sixth.
-    assert _products(tiny_model(), _row()) - counting.counts["aten.mm.default"] == 3 * 3
+    assert counts[1] - counts[0] == 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -78,11 +69,7 @@ def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_
     ],
 )
 def test_losses_hold_what_theirs_hold(source, compiles, expected):
-    from meshwright.manager import row_loss
-    from meshwright_plan.meter import StepMeter
-    from meshwright_plan.world import planned_world
-
-    with planned_world(0, 1), code.running(_row(source=source, compile=compiles)):
+    with planned_world(0, 1), code.running({**ROW, "source": source, "compile": compiles}):
         hidden = torch.empty(4096, 8, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(8, 4096, dtype=torch.bfloat16)
         targets = torch.zeros(1, 4096, dtype=torch.int64)
