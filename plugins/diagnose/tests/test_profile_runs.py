@@ -71,22 +71,23 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
 
 @pytest.mark.slow
 def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp_path: Path) -> None:
-    place, asked = Place(workplace, tmp_path), {"steps": [[1, 2], [4, 6]]}
-    asked |= {"record_shapes": False, "with_stack": True}
+    place, asked = Place(workplace, tmp_path), {"steps": [[1, 2], [4, 6]], "record_shapes": False}
     _, error, code = place.run(kill_after=5, profile=asked)
     assert code == 137, error
     first = place.out / "profile" / "rank-00000-steps-1-2.json.gz"
     assert load_summary(first).steps == [1, 2]
-    spans = read_trace(first).spans
-    assert not any("Input Dims" in each.details for each in spans)
-    assert "python_function" in {each.kind for each in spans}
+    assert not any("Input Dims" in each.details for each in read_trace(first).spans)
     before = first.read_bytes()
     place.runs(profile=asked)  # it goes on after step 4
     assert first.read_bytes() == before
     assert load_summary(place.out / "profile" / "rank-00000-steps-4-6.json.gz").steps == [5, 6]
-    # They are not of the run that takes its place, which is not profiled.
-    place.runs(steps=1, resume="never", overwrite=True)
-    assert not [name for name in ("profile", "faults") if (place.out / name).exists()]
+    # They are not of the run that takes its place, which has another profile.
+    place.runs(steps=1, resume="never", overwrite=True, profile={"steps": [1, 1], "with_stack": True})
+    names = {each.name for each in (place.out / "profile").iterdir()}
+    assert names == {"rank-00000.json.gz", "summary.json", "summary.txt"}
+    spans = read_trace(place.out / "profile" / "rank-00000.json.gz").spans
+    assert "python_function" in {each.kind for each in spans}
+    assert not (place.out / "faults").exists()
 
 
 def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workplace: Path, tmp_path: Path) -> None:
