@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support import netns
+from support.commands import write_run
 from support.starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
 
 PYTHON = sys.executable
@@ -29,6 +29,7 @@ def _of_open_mpi() -> str:
 
 
 needs_open_mpi = pytest.mark.skipif(bool(_of_open_mpi()), reason=_of_open_mpi() or "-")
+needs_mpich = pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="no mpiexec.hydra (Debian: mpich)")
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +46,19 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
         yield found
 
 
-@pytest.mark.slow
-def test_losses_are_those_of_our_own_launcher(expected: Found) -> None:
-    assert losses(*run(((PYTHON, str(HERE / "on_own_launcher.py")), clean()))) == expected
-    assert (len(expected), len(set(expected[0]))) == (4, 4)
-
-
-@needs_open_mpi
-@pytest.mark.slow
-def test_losses_are_those_of_open_mpi(expected: Found) -> None:
-    assert losses(*run(((*MPIRUN, "-np", "4", PYTHON, LOOP), clean()))) == expected
-
-
-@pytest.mark.zoo
-@pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="mpiexec.hydra is not installed (Debian: mpich)")
-def test_losses_are_those_of_mpich(expected: Found) -> None:
-    command = ("mpiexec.hydra", "-n", "4", "-genv", "MASTER_PORT", str(free_port()), PYTHON, LOOP)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((PYTHON, str(HERE / "on_own_launcher.py")), id="ours", marks=pytest.mark.slow),
+        pytest.param((*MPIRUN, "-np", "4", PYTHON, LOOP), id="Open MPI", marks=[needs_open_mpi, pytest.mark.slow]),
+        pytest.param(("mpiexec.hydra", "-n", "4", PYTHON, LOOP), id="MPICH", marks=[needs_mpich, pytest.mark.zoo]),
+    ],
+)
+def test_losses_are_those_of_other_launchers(expected: Found, command: tuple[str, ...]) -> None:
+    if command[0] == "mpiexec.hydra":
+        command = (*command[:3], "-genv", "MASTER_PORT", str(free_port()), *command[3:])
     assert losses(*run((command, clean()))) == expected
+    assert (len(expected), len(set(expected[0]))) == (4, 4)
 
 
 @pytest.mark.slow
@@ -75,27 +72,15 @@ def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: Fo
     assert (losses(*found), places(*found)) == (expected, dict.fromkeys(range(4), (0, 1)))
 
 
-@pytest.mark.parametrize("told_by", [pytest.param("arguments", marks=pytest.mark.zoo), "environment"])
 @pytest.mark.slow
-def test_losses_are_those_of_two_nodes_under_torchrun(expected, nodes, told_by):
-    """By its arguments, or in pods, with the variables that Kubeflow's Trainer sets beside those of an indexed Job."""
+def test_losses_are_those_of_two_nodes_under_torchrun(expected, nodes):
+    """In pods, with the variables that Kubeflow's Trainer sets beside those of an indexed Job."""
+    pods = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": nodes[0].address}
+    pods |= {"PET_MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": netns.CARD}
     started = []
     for index, node in enumerate(nodes):
-        settings = {
-            "nnodes": "2",
-            "nproc_per_node": "2",
-            "node_rank": str(index),
-            "master_addr": nodes[0].address,
-            "master_port": "29500",
-        }
-        if told_by == "arguments":
-            command = [*TORCHRUN, *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()), LOOP]
-            environment = clean()
-        else:
-            command = [*TORCHRUN, LOOP]
-            environment = clean(JOB_COMPLETION_INDEX=str(index))
-            environment |= {f"PET_{name.upper()}": value for name, value in settings.items()}
-        started.append((node.command(*command), {**environment, "GLOO_SOCKET_IFNAME": netns.CARD}))
+        environment = clean(JOB_COMPLETION_INDEX=str(index), PET_NODE_RANK=str(index), **pods)
+        started.append((node.command(*TORCHRUN, LOOP), environment))
     found = run(*started)
     assert (losses(*found), places(*found)) == (expected, HALVES)
 
@@ -114,12 +99,10 @@ def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(nodes, 
     command = _mpirun_over(nodes, tmp_path, f"{nodes[1].address}:1,{nodes[0].address}:1")
     placed = ("-np", "2", "--rankfile", str(tmp_path / "ranks"))
     (tmp_path / "ranks").write_text(f"rank 0={nodes[1].address} slot=0\nrank 1={nodes[0].address} slot=0\n")
-    before_s = time.monotonic()
     ((code, text),) = run((nodes[0].command(*command, *placed, PYTHON, LOOP), clean()))
     assert code != 0
     assert f"rank 0 is not on {nodes[0].address}, where mpirun runs" in text
     assert "mpirun -x MASTER_ADDR=HOST" in text
-    assert time.monotonic() - before_s < 120
 
 
 @pytest.mark.zoo
@@ -141,8 +124,6 @@ def test_losses_are_those_of_workers_of_ray_train(expected: Found, tmp_path: Pat
 @needs_open_mpi
 @pytest.mark.zoo
 def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path: Path) -> None:
-    from support.commands import write_run
-
     run_file = str(write_run(tmp_path))
     found = []
     for name, launcher in (("own", ()), ("mpi", (*MPIRUN, "-np", "2"))):
@@ -153,18 +134,6 @@ def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path:
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         found.append([json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)])
     assert (found[0], len(found[0])) == (found[1], 2)
-
-
-@needs_open_mpi
-@pytest.mark.zoo
-def test_a_contradiction_under_open_mpi_ends_at_once_with_the_exit_code_of_wrong_input() -> None:
-    before_s = time.monotonic()
-    wrong = ("-x", "RANK=0", "-x", "WORLD_SIZE=2")
-    ((code, text),) = run(((*MPIRUN, *wrong, "-np", "4", PYTHON, "-m", "meshwright", "train", "none.yaml"), clean()))
-    assert code == 2, text
-    for each in ("RANK=0 and WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=4 (Open MPI)", "Unset RANK and WORLD_SIZE"):
-        assert each in text
-    assert time.monotonic() - before_s < 60
 
 
 def _mpirun_over(nodes: tuple[netns.Node, ...], directory: Path, hosts: str) -> list[str]:

@@ -36,13 +36,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def _driver(run: Run) -> Path:
-    job = run.directory.with_name(f"{run.directory.name}-job")
-    done = command("launch", str(run.file), "--to", "ray", "--out", str(job))
-    assert done.returncode == 0, done.stderr
-    return job / "job.py"
-
-
 def _workers() -> Iterator[int]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -57,7 +50,9 @@ def _workers() -> Iterator[int]:
 @pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
 def test_ray_trains_the_same_numbers(whole: Run, killed: bool) -> None:
     run = make_run(whole.file.parent, f"ray-{killed}", LAYOUT)
-    driver = _driver(run)
+    driver = run.directory.with_name(f"{run.directory.name}-job") / "job.py"
+    done = command("launch", str(run.file), "--to", "ray", "--out", str(driver.parent))
+    assert done.returncode == 0, done.stderr
     before = set(_workers())
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     log = driver.with_name("log")

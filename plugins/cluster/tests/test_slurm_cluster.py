@@ -56,7 +56,6 @@ def _submitted(cluster: Cluster, run: Run) -> str:
     words, place = [sys.executable, "-m", "meshwright", *arguments], run.file.parent
     done = subprocess.run(words, env=environment, cwd=place, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "1 x 2 ranks: fsdp2 on dp_shard=2" in done.stdout
     (number,) = re.findall(r"Submitted batch job (\d+)", done.stdout)
     return str(number)
 
@@ -69,11 +68,9 @@ def _await_step(cluster: Cluster, number: str, run: Run, step: int) -> None:
 
 
 def _begin_again(cluster: Cluster, number: str) -> None:
-    """Start a requeued job two seconds after it is pending, not after the two minutes that Slurm's delay takes.
-
-    A node refuses a job whose credential is of the second in which the node was last told to end that job.
-    """
+    """Start a requeued job without the two minutes of Slurm's delay."""
     cluster.await_state(number, "PENDING")
+    # A node refuses a job whose credential is of the second in which the node was last told to end that job.
     time.sleep(2)
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
 
@@ -112,22 +109,12 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
 
 
-def test_a_job_of_which_a_rank_fails_while_another_begins_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
-    python = tmp_path / "python"  # rank 1 takes its time to import
-    python.write_text('#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] && exit 2\nexec sleep 100\n')
-    python.chmod(0o755)
-    launch = {**LAYOUT["launch"], "python": str(python)}
-    number = _submitted(cluster, make_run(tmp_path, "failed", {**LAYOUT, "launch": launch}))
-    job = cluster.await_state(number, "FAILED")
-    assert (job["ExitCode"], job["Restarts"]) == ("137:0", "0"), job
-
-
 def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
     run = make_run(tmp_path, "cancelled", LAYOUT)
     number = _submitted(cluster, run)
     _await_step(cluster, number, run, 5)
     cluster.run("scancel", number)
-    job = cluster.await_state(number, "CANCELLED")
+    cluster.await_state(number, "CANCELLED")
     end = time.monotonic() + DISTANT_S
     while not _saved(run):
         assert time.monotonic() < end, _log(run) + cluster.logs()

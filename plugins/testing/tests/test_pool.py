@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,14 +36,10 @@ def _pids() -> set[int]:
     return {pid for _, pid in pool(2).run(_on_rank_1, "nothing")}
 
 
-def test_workers_stay_between_tasks_and_are_in_one_process_group() -> None:
+def test_workers_stay_between_tasks_but_a_failing_rank_is_named_and_the_next_task_gets_new_ones() -> None:
     (one, pid), (two, other) = pool(2).run(_on_rank_1, "nothing")
-    assert (one, two) == (3, 3)
-    assert _pids() == {pid, other}
-
-
-def test_a_failing_rank_is_named_and_the_next_task_gets_new_workers() -> None:
     before, start = _pids(), time.monotonic()
+    assert (one, two, before) == (3, 3, {pid, other})
     with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.|\n)*planted on rank 1"):
         pool(2).run(_on_rank_1, "fail")
     assert time.monotonic() - start < 30, "peers of a failed rank must not wait for their collective to time out"
@@ -69,37 +64,22 @@ def test_a_killed_rank_and_a_hanging_rank_are_named() -> None:
         pool(2).run(_on_rank_1, "hang", timeout_s=5.0)
 
 
-def _train(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> None:
+def _train(sizes: dict[str, int]) -> None:
     # A full state, so that torch plans how to gather each kind of placement.
-    train_case(strategy, config, sizes, Case(steps=1))
-    build_manager(strategy, config, sizes, Case(steps=1)).state_dict(full=True)
+    train_case("fsdp2", {}, sizes, Case(steps=1))
+    build_manager("fsdp2", {}, sizes, Case(steps=1)).state_dict(full=True)
 
 
 def _threads() -> int:
     return threading.active_count() + len(list(Path("/proc/self/task").iterdir()))
 
 
-BUCKETED = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
-@pytest.mark.parametrize(
-    ("strategy", "config", "sizes"),
-    [
-        pytest.param("fsdp2", {}, {"tp_size": 2}, marks=pytest.mark.slow),
-        pytest.param("fsdp2", {}, {"pp_size": 2}, marks=pytest.mark.slow),
-        pytest.param("fsdp2", {}, {"dp_replicate_size": 2}, marks=pytest.mark.zoo),
-        pytest.param("ddp", {}, {}, marks=pytest.mark.zoo),
-        pytest.param("ddp", BUCKETED, {}, marks=pytest.mark.zoo),
-        pytest.param("megatron_fsdp", {}, {}, marks=pytest.mark.zoo),
-    ],
-    ids=str,
-)
-def test_process_groups_of_earlier_tasks_leave_no_threads(
-    strategy: str, config: dict[str, Any], sizes: dict[str, int]
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
+def test_process_groups_of_earlier_tasks_leave_no_threads(sizes: dict[str, int]) -> None:
     counts = []
     for _ in range(4):
-        pool(4).run(_train, strategy, config, sizes)
+        pool(4).run(_train, sizes)
         counts.append(pool(4).run(_threads))
     assert max(counts[-1]) <= max(counts[0]), counts

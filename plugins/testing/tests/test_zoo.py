@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
 from meshwright.step.tokens import token_loss_sum
-from meshwright_testing.zoo import tiny_config, zoo_config, zoo_data, zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright_testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 TOLERANCE = 1e-12
@@ -46,6 +44,13 @@ def loss_and_gradients(model: nn.Module, ids_BS: Tensor) -> tuple[Tensor, dict[s
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def check_equal(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
+    (loss, gradients), (again, same) = one, other
+    assert torch.equal(loss, again)
+    assert gradients.keys() == same.keys()
+    assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
+
+
 def _marks(model_type: str) -> list[pytest.MarkDecorator]:
     if model_type in ("gemma3_text", "qwen3_moe"):
         return []
@@ -59,16 +64,10 @@ def test_trains_with_independent_rows_and_equal_results_for_equal_seeds(model_ty
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
     logits_BSV = logits_of(model, ids_BS).detach()
-    assert logits_BSV.shape[:2] == ids_BS.shape
     loss, gradients = loss_and_gradients(model, ids_BS)
-    assert torch.isfinite(loss)
     assert gradients
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
-
-    again, same = loss_and_gradients(zoo_model(model_type), ids_BS)
-    assert torch.equal(loss, again)
-    assert gradients.keys() == same.keys()
-    assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
+    assert all(bool(each.isfinite().all()) for each in (loss, *gradients.values()))
+    check_equal((loss, gradients), loss_and_gradients(zoo_model(model_type), ids_BS))
 
     (one, first), (two, second) = (loss_and_gradients(model, half) for half in ids_BS.chunk(2))
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
@@ -87,15 +86,9 @@ def test_trains_with_independent_rows_and_equal_results_for_equal_seeds(model_ty
     assert model_type in NOT_CAUSAL or moved[:, :-1].max() <= TOLERANCE
 
 
-def test_every_type_has_a_tiny_configuration_or_a_reason() -> None:
+def test_almost_every_type_has_a_tiny_configuration() -> None:
     assert len(zoo_types()) > 150
-    failed = {}
-    for model_type in TRAINABLE:
-        try:
-            assert 64 <= zoo_vocab(model_type) <= 512
-        except Exception as error:
-            failed[model_type] = f"{type(error).__name__}: {error}"
-    assert not failed
+    assert all(64 <= zoo_vocab(model_type) <= 512 for model_type in TRAINABLE)
     assert len(TRAINABLE) >= 0.95 * len(zoo_types())
 
 
@@ -112,24 +105,16 @@ def test_models_have_the_ties_dtype_seed_and_noise_that_were_asked_for() -> None
 
 
 def test_float32_parts_compute_in_float64_also_in_checkpointed_blocks() -> None:
-    model = zoo_model("gemma3_text")
-    ids_BS = ids_of("gemma3_text")
-    loss, gradients = loss_and_gradients(model, ids_BS)
-    assert torch.get_default_dtype() is torch.float32
+    model, ids_BS = zoo_model("gemma3_text"), ids_of("gemma3_text")
+    plain = loss_and_gradients(model, ids_BS)
     # Older versions know only the second name.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    again, same = loss_and_gradients(model, ids_BS)
-    assert torch.equal(loss, again)
-    assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
+    check_equal(plain, loss_and_gradients(model, ids_BS))
+    # The mode ends with a forward, and with one that fails.
     assert torch.get_default_dtype() is torch.float32
-
-
-def test_the_mode_ends_with_a_forward_that_fails() -> None:
-    model = zoo_model("llama")
     with pytest.raises(IndexError):
         model(input_ids=torch.full((1, 4), 10_000))
-    assert torch.get_default_dtype() is torch.float32
-    assert torch.ones(1).float().dtype is torch.float32
+    assert torch.get_default_dtype() is torch.ones(1).float().dtype is torch.float32
 
 
 def test_unknown_and_refused_types_are_named() -> None:
@@ -140,43 +125,3 @@ def test_unknown_and_refused_types_are_named() -> None:
         zoo_config(refused)
     # A list by layer is cut so that the kinds of layers come in turn.
     assert zoo_config("gemma3_text").layer_types == ["sliding_attention", "full_attention"] * 2
-
-
-def undeclared(config_cls: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that an entry of zoo.yaml sets and the configuration does not declare."""
-    for name, value in values.items():
-        nested = getattr(config_cls, "sub_configs", {}).get(name)
-        if nested is not None and isinstance(value, Mapping):
-            yield from undeclared(nested, value)
-        elif name not in inspect.signature(config_cls).parameters and name not in config_cls.attribute_map:
-            yield name
-
-
-def test_every_entry_has_a_reason_and_names_a_type_and_fields_that_exist() -> None:
-    from transformers import CONFIG_MAPPING
-
-    data = zoo_data()
-    assert not data["values"].keys() & data["refused"].keys()
-    assert all(len(reason) > 20 for reason in data["refused"].values())
-    assert all(len(entry["reason"]) > 20 for entry in data["values"].values())
-    # An older transformers has fewer types.
-    known = [model_type for model_type in (*data["values"], *data["refused"]) if model_type in CONFIG_MAPPING]
-    assert len(known) >= 0.8 * (len(data["values"]) + len(data["refused"]))
-    assert set(known) <= set(zoo_types())
-    for model_type in set(known) & data["values"].keys():
-        entry = {name: value for name, value in data["values"][model_type].items() if name != "reason"}
-        assert entry, model_type
-        # transformers reads this one without declaring it.
-        assert set(undeclared(CONFIG_MAPPING[model_type], entry)) <= ({"rope_theta"} if model_type == "dbrx" else set())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", [each for each in zoo_data()["values"] if each in zoo_types()])
-def test_every_entry_changes_what_the_rules_give(model_type: str) -> None:
-    from transformers import CONFIG_MAPPING
-
-    try:
-        by_rules = tiny_config(CONFIG_MAPPING[model_type], {})
-    except Exception:
-        return
-    assert by_rules.to_dict() != zoo_config(model_type).to_dict()

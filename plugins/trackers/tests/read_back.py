@@ -17,18 +17,18 @@ Points = dict[str, list[tuple[int, float]]]
 _BLOCK, _HEADER = 32768, 7
 
 
-def tensorboard_points(directory: Path) -> Points:
-    found = accumulated(directory)
-    points = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-    # A name stays known where all that it had was voided.
-    return {tag: each for tag, each in points.items() if each}
-
-
 def accumulated(directory: Path) -> Any:
     """TensorBoard's own reader of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def tensorboard_points(directory: Path) -> Points:
+    found = accumulated(directory)
+    points = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    # A name stays known where all that it had was voided.
+    return {tag: each for tag, each in points.items() if each}
 
 
 def tensorboard_hparams(directory: Path) -> Any:
@@ -42,12 +42,38 @@ def tensorboard_hparams(directory: Path) -> Any:
     return found[0].session_start_info, found[1].session_end_info
 
 
-def wandb_records(path: Path) -> list[Any]:
-    """The messages of a .wandb file: W&B's, in the framing of LevelDB's log (blocks of 32 KiB, which records of crc,
-    length and kind fill; 1 is whole, 2, 3, 4 are first, middle and last part)."""
-    from wandb.proto.wandb_internal_pb2 import Record
+class WandbFile:
+    """A .wandb file: W&B's messages, in the framing of LevelDB's log (blocks of 32 KiB, which records of crc, length
+    and kind fill; 1 is whole, 2, 3, 4 are first, middle and last part)."""
 
-    return [Record.FromString(data) for data in _log_records(path.read_bytes())]
+    def __init__(self, path: Path) -> None:
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        self._records = [Record.FromString(data) for data in _log_records(path.read_bytes())]
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(each, kind) for each in self._records if each.WhichOneof("record_type") == kind]
+
+    def points(self) -> Points:
+        found: Points = defaultdict(list)
+        for record in self.of("history"):
+            for name, value in _items(record.item).items():
+                if not name.startswith("_"):
+                    found[name].append((record.step.num, value))
+        return dict(found)
+
+    def config(self) -> dict[str, Any]:
+        return _items([each for run in self.of("run") for each in run.config.update] + self._updates("config"))
+
+    def summary(self) -> dict[str, Any]:
+        return _items(self._updates("summary"))
+
+    def _updates(self, kind: str) -> list[Any]:
+        return [each for record in self.of(kind) for each in record.update]
+
+
+def _items(items: Any) -> dict[str, Any]:
+    return {"/".join(each.nested_key) or each.key: json.loads(each.value_json) for each in items}
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:
@@ -64,38 +90,14 @@ def _log_records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def wandb_points(path: Path) -> Points:
-    found: Points = defaultdict(list)
-    for record in wandb_records(path):
-        if record.WhichOneof("record_type") == "history":
-            values = {"/".join(each.nested_key) or each.key: each.value_json for each in record.history.item}
-            for name, value in values.items():
-                if not name.startswith("_"):
-                    found[name].append((record.history.step.num, json.loads(value)))
-    return dict(found)
+def mlflow_run(uri: str, experiment: str) -> tuple[Any, Points]:
+    """The one run of an experiment, and its points."""
+    import mlflow
 
-
-def wandb_config(path: Path) -> dict[str, Any]:
-    found = {}
-    for record in wandb_records(path):
-        kind = record.WhichOneof("record_type")
-        updates = record.run.config.update if kind == "run" else record.config.update if kind == "config" else ()
-        found |= {"/".join(each.nested_key) or each.key: json.loads(each.value_json) for each in updates}
-    return found
-
-
-def wandb_summary(path: Path) -> dict[str, Any]:
-    found = {}
-    for record in wandb_records(path):
-        if record.WhichOneof("record_type") == "summary":
-            for each in record.summary.update:
-                found["/".join(each.nested_key) or each.key] = json.loads(each.value_json)
-    return found
-
-
-def mlflow_points(client: Any, run_id: str) -> Points:
-    names = client.get_run(run_id).data.metrics
-    return {name: [(each.step, each.value) for each in client.get_metric_history(run_id, name)] for name in names}
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return run, {name: [(each.step, each.value) for each in found] for name, found in histories.items()}
 
 
 def trackio_rows(directory: Path, project: str) -> list[tuple[str, int, dict[str, Any]]]:

@@ -36,7 +36,7 @@ def run(
     directory: Path, mesh: dict[str, Any] | None, data_size: int, path: str, resumes: Path | None = None, **changes: Any
 ) -> list[dict[str, Any]]:
     """Train, save the model in a directory `model`, and give the history; a task of a pool."""
-    rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in trainer_cases.numbers(61, 5)]
+    rows = trainer_cases.rows_of(61)
     cls, model, given = MeshTrainer, path, {"mesh": mesh}
     if mesh is None:
         cls, model, given = transformers.Trainer, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), {}
@@ -51,11 +51,7 @@ def run(
     )
     trainer.train(resume_from_checkpoint=resumes and str(resumes))
     trainer.save_model(f"{directory}/model")
-    left_out = ("runtime", "per_second", "total_flos", "epoch", "preparation_time")
-    return [
-        {key: value for key, value in each.items() if not any(part in key for part in left_out)}
-        for each in trainer.state.log_history
-    ]
+    return trainer_cases.logged(trainer)
 
 
 def task(changes: dict[str, Any], *arguments: Any) -> list[dict[str, Any]]:
@@ -63,23 +59,16 @@ def task(changes: dict[str, Any], *arguments: Any) -> list[dict[str, Any]]:
         return run(*arguments, **changes)
 
 
-def over(
-    world: int, mesh: dict[str, Any], directory: Path, data_size: int, path: str, resumes: Any = None, **changes: Any
-) -> list[dict[str, Any]]:
-    return pool(world).run(task, changes, directory, mesh, data_size, path, resumes)[0]
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).named_parameters())
-
-
+PP2 = {"pp_size": 2}
 BUCKETED = {"strategy": "ddp", "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True}}
 
 
 def check_weights(directory: Path, tolerance: float) -> None:
-    mine = weights(directory / "run" / "model")
-    for name, value in weights(directory / "whole" / "model").items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=tolerance)
+    mine, whole = (
+        AutoModelForCausalLM.from_pretrained(directory / name / "model", dtype=torch.float64).state_dict()
+        for name in ("run", "whole")
+    )
+    torch.testing.assert_close(mine, whole, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +76,8 @@ def check_weights(directory: Path, tolerance: float) -> None:
     [
         # Ranks, a mesh, data ranks; four ranks have one row of four each.
         pytest.param((2, {"tp_size": 2}, 1), (2, {}, 2), id="tp2 to fsdp2"),
-        pytest.param(
-            (2, {"pp_size": 2}, 1), (4, {"dp_replicate_size": 2}, 4), id="pp2 to hsdp", marks=pytest.mark.slow
-        ),
-        pytest.param((2, {}, 2), (2, {"pp_size": 2}, 1), id="fsdp2 to pp2", marks=pytest.mark.slow),
+        pytest.param((2, PP2, 1), (4, {"dp_replicate_size": 2}, 4), id="pp2 to hsdp", marks=pytest.mark.slow),
+        pytest.param((2, {}, 2), (2, PP2, 1), id="fsdp2 to pp2", marks=pytest.mark.slow),
         pytest.param((2, BUCKETED, 2), (2, {"cp_size": 2}, 1), id="bucketed to cp2", marks=pytest.mark.slow),
     ],
 )
@@ -98,8 +85,8 @@ def test_a_run_goes_on_under_another_layout_as_if_it_had_never_stopped(before, a
     changes = {**BATCH, "save_steps": 3}
     whole = run(tmp_path / "whole", None, 1, path, **changes, save_strategy="no")
     for (ranks, mesh, size), resumes in ((before, None), (after, tmp_path / "run" / "checkpoint-3")):
-        mesh = {"strategy": "fsdp2"} | mesh
-        found = over(ranks, mesh, tmp_path / "run", size, path, resumes, **changes, save_strategy="steps")
+        given = tmp_path / "run", {"strategy": "fsdp2"} | mesh, size, path, resumes
+        found = pool(ranks).run(task, changes | {"save_strategy": "steps"}, *given)[0]
     wanted, found = ([each for each in logged if "loss" in each] for logged in (whole, found))
     assert not trainer_cases.differences(wanted, found)
     check_weights(tmp_path, 1e-7)
@@ -108,22 +95,14 @@ def test_a_run_goes_on_under_another_layout_as_if_it_had_never_stopped(before, a
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=["fsdp2", "tp2", "pp2"])
 def test_each_row_is_evaluated_once_and_the_best_model_comes_back(mesh, path, tmp_path):
-    changes = {
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "accuracy",
-        "include_for_metrics": ["inputs"],
-        "learning_rate": 0.3,
-        "max_steps": 4,
-    }
+    changes: dict[str, Any] = {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
+    changes |= {"include_for_metrics": ["inputs"], "learning_rate": 0.3, "max_steps": 4}
     # Of 13 rows some data rank has none in the second round; Trainer means over batches, so that it gets one.
     whole = run(tmp_path / "whole", None, 1, path, **changes, per_device_eval_batch_size=13)
     size = 1 if mesh else 2
     changes["per_device_eval_batch_size"] = 6 // size
-    found = over(2, {"strategy": "fsdp2"} | mesh, tmp_path / "run", size, path, **changes)
+    found = pool(2).run(task, changes, tmp_path / "run", {"strategy": "fsdp2"} | mesh, size, path)[0]
     assert not trainer_cases.differences(whole, found)
     scores = [each["eval_accuracy"] for each in whole if "eval_accuracy" in each]
     assert max(scores) != scores[-1], "the last model is the best: nothing has to come back"

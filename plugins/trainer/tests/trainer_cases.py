@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,30 +58,17 @@ def numbers(count: int, seed: int, longest: int = 14) -> list[str]:
     return [" ".join(map(str, torch.randint(0, 10, (length,), generator=generator).tolist())) for length in lengths]
 
 
+def rows_of(count: int) -> list[dict[str, list[int]]]:
+    return [{"input_ids": [int(word) + 2 for word in text.split()]} for text in numbers(count, 5)]
+
+
 def arguments(directory: Path, data_size: int, **further: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(directory),
-        "per_device_train_batch_size": ROWS // data_size,
-        "per_device_eval_batch_size": EVALUATED // data_size,
-        "gradient_accumulation_steps": ACCUMULATE,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "lr_scheduler_type": "cosine",
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.5,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "seed": 3,
-        **further,
-    }
+    found = {"output_dir": str(directory), "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    found |= {"per_device_train_batch_size": ROWS // data_size, "per_device_eval_batch_size": EVALUATED // data_size}
+    found |= {"gradient_accumulation_steps": ACCUMULATE, "max_steps": STEPS, "gradient_checkpointing": False}
+    found |= {"learning_rate": 1e-2, "warmup_steps": 2, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
+    found |= {"max_grad_norm": 0.5, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2}
+    return found | {"logging_steps": 1, "seed": 3} | further
 
 
 def text_of(count: int, seed: int) -> Dataset:
@@ -116,7 +103,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
     cls, given = (plain, {}) if mesh is None else (getattr(meshwright_trainer, f"Mesh{name}"), {"mesh": mesh})
     basic = arguments(directory, data_size, **further)
     if kind == "trainer":
-        rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in numbers(48, 5)]
+        rows = rows_of(48)
         data = {"train_dataset": Dataset.from_list(rows[:40]), "eval_dataset": Dataset.from_list(rows[40:])}
         return cls(model(), transformers.TrainingArguments(**basic), data_collator=Padded(), **data, **given)
     if kind in ("dpo", "dpo_moe"):
@@ -176,21 +163,30 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def history(trainer: Any) -> list[dict[str, float]]:
-    """What a run logs, without times."""
-    trainer.train()
-    left_out = ("runtime", "per_second", "total_flos", "epoch", "step_time", "train_loss")
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """What a run has logged, without times."""
+    left_out = ("runtime", "per_second", "total_flos", "epoch", "_time")
     return [
         {key: value for key, value in each.items() if not any(part in key for part in left_out)}
         for each in trainer.state.log_history
     ]
 
 
+def history(trainer: Any) -> list[dict[str, float]]:
+    """Train; what is logged, without the mean of all losses."""
+    trainer.train()
+    return [{key: value for key, value in each.items() if key != "train_loss"} for each in logged(trainer)]
+
+
+def sharing(mesh: Mapping[str, Any]) -> int:
+    """How many ranks have the same rows."""
+    return math.prod(mesh.get(axis, 1) for axis in ("tp_size", "cp_size", "pp_size"))
+
+
 def histories(mesh: Any, directory: Path, kinds: Sequence[str]) -> dict[str, Any]:
     """What trainers log over a mesh; a task of a pool."""
-    sharing = math.prod(mesh.get(axis, 1) for axis in ("tp_size", "cp_size", "pp_size"))
     with open_world("cpu") as world, in_float64():
-        return {kind: history(made(kind, mesh, directory / kind, world.size // sharing)) for kind in kinds}
+        return {kind: history(made(kind, mesh, directory / kind, world.size // sharing(mesh))) for kind in kinds}
 
 
 def differences(
