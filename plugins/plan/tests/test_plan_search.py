@@ -21,7 +21,7 @@ from meshwright_plan.planned import job_of, plan
 from meshwright_plan.plugin import load_job
 from meshwright_plan.search import recommend as recommending
 from meshwright_plan.search.candidates import Candidate, Space
-from meshwright_plan.search.expect import NOISE, Estimate, answer
+from meshwright_plan.search.expect import NOISE, Estimate, Expectations, Glance, Line, answer
 from meshwright_plan.search.recommend import recommend, tables, tokens_of, write_run
 from meshwright_plan.search.search import Search
 
@@ -249,11 +249,54 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
         assert glance.held.at(space.layers) == pytest.approx(whole["held_bytes"], rel=0.02)
 
 
+def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
+    kept = ["strategy=single", "pp_size=2", "micro_batch_size=2", HELD]
+    space = _space(_file(tmp_path), kept, 2, find_device("h100-80gb"))
+    (whole,) = space.candidates()
+    found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
+    # Of 4 blocks: a step of 2 microbatches takes 21 s, of which each computes 8 s.
+    peaks = {"backward": Line(20, 100), "optimizer": Line(30, 50)}
+    glance = Glance(2, Line(1, 5), Line(0, 2), peaks, 8.0, Line(0, 10), Line(0, 40))
+    assert (glance.seconds(4, 5), glance.reserved(4), glance.head) == (21 + 3 * 8, 420 + 8, 0)
+    # 4 microbatches of 8 s on two ranks, a bubble of one of 4 + 1 forwards and backwards; and 3 s of the rest.
+    assert space.forecast(found["1F1B"], glance.head) == (pytest.approx(1 / 5), 2)
+    assert glance.piped_seconds(4, 4, 2, 1 / 5) == pytest.approx(4 * 8 / 2 * 5 / 4 + 3)
+    assert glance.piped_reserved(4, 2, 2) == 220 + 8 + 80
+    assert space.forecast(found["GPipe"], glance.head)[1] == 4
+    assert glance.piped_reserved(4, 2, 4) == 220 + 8 + 3 * 80
+    search = Search(space, recommending._Here(), 1, 20, limit_s=600)
+    search._schedules(whole, glance)
+    told = {each.candidate.wrapper.pp_schedule: each.plan for each in search.found}
+    assert told["1F1B"]["step_seconds"] == pytest.approx(23)
+    assert (told["1F1B"]["peak_reserved_bytes"], told["GPipe"]["peak_reserved_bytes"]) == (308, 468)
+    # What the last stage computes beside its blocks is waited for.
+    assert space.forecast(found["1F1B"], 2.0)[0] > 1 / 5
+
+
 def test_pipelines_that_all_schedules_refuse_are_counted(tmp_path):
     space = _space(_file(tmp_path), ["strategy=single", "pp_size=8"], 8, find_device("h100-80gb"))
     search = _searched(space, 3)
     assert not [*search.candidates, *search.found]
     assert any("stages, but the model has 4 blocks" in each for each in space.examples.values())
+
+
+def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
+    space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, find_device("h100-80gb"))
+    candidates = list(space.candidates())
+    told = Expectations(space, candidates, [(0.0, 1.0)] * len(candidates))
+    room = space.device.memory_bytes - space.device.context_bytes
+    place = {
+        (each.degrees, each.rows, each.recomputation, "defer" in each.family): n for n, each in enumerate(candidates)
+    }
+    seen = place[Degrees(dp_shard=4), 1, False, False]
+    nothing = Line(0, 0)
+    # Nearly all of it activations of 4 blocks.
+    told.learn_bytes(seen, Glance(2, nothing, nothing, {}, 0.0, Line(1, 0), Line(0, 0.24 * room)), room)
+    chance = told.chance()
+    assert chance[seen] == pytest.approx(0.5, abs=0.1)
+    assert chance[place[Degrees(dp_shard=4), 2, False, False]] < 0.01
+    assert chance[place[Degrees(dp_shard=4), 1, "full", False]] > 0.9
+    assert chance[place[Degrees(tp=4), 1, False, False]] > 0.9
 
 
 @pytest.mark.slow

@@ -1,0 +1,54 @@
+"""Results of benchmarks/fleet.py are those of the code; docs/fleet.md names the defaults that the code has."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright_plan.config import PlanConfig
+from meshwright_plan.fleet import advice
+from meshwright_plan.fleet.fleet import Copies, Fleet, Saves, best_every, goodput
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import fleet as benchmark  # noqa: E402
+
+CONTENT = json.loads(benchmark.RESULTS.read_text(encoding="utf-8"))
+
+
+def _fleet(ranks: int, restart_s: float) -> tuple[Fleet, Copies]:
+    kept = {**CONTENT["fleets"][str(ranks)], "restart_s": restart_s}
+    saves, copies = Saves(**kept.pop("saves")), Copies(**kept.pop("copies"))
+    names = Fleet.__dataclass_fields__
+    return Fleet(**{name: each for name, each in kept.items() if name in names}, saves=saves), copies
+
+
+def test_results_are_those_of_the_code() -> None:
+    fleet, copies = benchmark.published_fleet()
+    assert (replace(fleet, restart_s=300.0), copies) == _fleet(16_384, PlanConfig().restart_s)
+    for found in CONTENT["curves"]:
+        fleet, copies = _fleet(found["ranks"], found["restart_s"])
+        if found["copied_every"] is None:
+            recommended = best_every(fleet)
+            closed = [goodput(replace(fleet, saves=replace(fleet.saves, every=each))) for each in found["every"]]
+            assert closed == pytest.approx(found["closed_form"], abs=6e-6)
+            assert closed == pytest.approx(found["goodput"], abs=4 * found["error"])
+        else:
+            copies, recommended = advice.copied(fleet, copies)
+            assert copies.every == found["copied_every"]
+        assert recommended == found["recommended"]["every"]
+
+
+def test_documented_defaults_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \|", page, re.MULTILINE))
+    assert set(rows) == set(PlanConfig.model_fields) - {"enabled", "device", "when_too_large"}
+    for name, value in rows.items():
+        default = advice.ASSUMED_DETECTION_S if name == "detection_s" else getattr(PlanConfig(), name)
+        assert default == pytest.approx(float(value), rel=2e-3), name
