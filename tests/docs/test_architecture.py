@@ -1,4 +1,4 @@
-"""Rules of the sources: imports by the contracts in pyproject.toml, names, patches, statements, sizes, docstrings."""
+"""Rules of the sources: imports by the contracts in pyproject.toml, names, patches, statements, sizes."""
 
 from __future__ import annotations
 
@@ -149,17 +149,6 @@ def assertions_and_fields_set(module: Module) -> Iterator[str]:
             yield f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
-def names_that_hide_a_called_function(module: Module) -> Iterator[str]:
-    """A local value under the name of a function that the same function calls."""
-    functions = {node.name for node in module.tree.body if isinstance(node, ast.FunctionDef)}
-    functions |= {name for name, _ in imported(module.tree)}
-    for function in (node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef)):
-        nodes = [*ast.walk(function)]
-        stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        yield from (f"line {function.lineno}: {name} in {function.name}" for name in stored & calls & functions)
-
-
 def model_class_names(module: Module) -> Iterator[str]:
     yield from re.findall(r"\b(?!AutoModelFor)[A-Z]\w*(?:ForCausalLM|LMHeadModel|DecoderLayer)\b", module.text)
 
@@ -173,28 +162,13 @@ def what_is_too_long(module: Module) -> Iterator[str]:
                     yield f"{getattr(node, 'name', '')}: {lines} lines, at most {most}"
 
 
-def missing_docstrings(module: Module) -> Iterator[str]:
-    if not ast.get_docstring(module.tree) and not module.name.endswith(".__main__"):
-        yield "has no docstring"
-
-
-def nameless_defaults(module: Module) -> Iterator[str]:
-    """Type checkers take a field for required if its default comes first and nameless in `Field`."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and called(node) == "Field" and node.args:
-            yield f"line {node.lineno}: write Field(default=...)"
-
-
 BREAKS: dict[Rule, str] = {
     deep_imports_of_core_in_plugins: "from meshwright.step.agreement import agree",
     private_foreign_names: "def f(model):\n    return getattr(model, '_no_split_modules')",
     patches_of_foreign_code: "from torch import nn\nnn.Linear.forward, x = print, 1",
     assertions_and_fields_set: "def f(x):\n    assert x > 0, 'bad'",
-    names_that_hide_a_called_function: "def size(x):\n    return x\n\ndef f(x):\n    size = size(x)\n    return size",
     model_class_names: "NAMES = ['GPT2LMHeadModel']",
     what_is_too_long: "def f():\n" + "    x = 1\n" * 61,
-    missing_docstrings: "x = 1",
-    nameless_defaults: "class A(FrozenModel):\n    x: int = Field(1, ge=0)",
 }
 """Each rule, with a text that breaks it."""
 

@@ -28,33 +28,28 @@ def measured(script: str, *arguments: str, file: Path) -> dict[str, Any]:
 
 @pytest.mark.zoo
 @pytest.mark.parametrize(
-    ("script", "contest", "told"),
+    ("script", "contest"),
     [
-        (("watchdog.py", "--watchdog", "3"), "watched", {"watchdog_s": 3.0}),
-        (("verifying.py", "--every", "2"), "verified", {"verify_every": 2, "strategy": "ddp"}),
-        (("verifying.py", "--every", "2", "--strategy", "fsdp2"), "verified", {"strategy": "fsdp2"}),
-        (("eyes.py", "--trackers", "tensorboard"), "eyes", {}),
+        (("watchdog.py", "--watchdog", "3"), "watched"),
+        (("verifying.py", "--every", "2"), "verified"),
+        (("verifying.py", "--every", "2", "--strategy", "fsdp2"), "verified"),
+        (("eyes.py", "--trackers", "tensorboard"), "eyes"),
     ],
     ids=["watchdog", "verifying ddp", "verifying fsdp2", "eyes"],
 )
-def test_a_contest_is_held_and_both_sides_train_alike(
-    script: tuple[str, ...], contest: str, told: dict[str, Any], tmp_path: Path
-) -> None:
-    found = measured(*script, *TINY, file=tmp_path / "found.json")
-    ratios = found["strategies"][contest]
+def test_a_contest_is_held_and_both_sides_train_alike(script: tuple[str, ...], contest: str, tmp_path: Path) -> None:
+    ratios = measured(*script, *TINY, file=tmp_path / "found.json")["strategies"][contest]
     # Watching changes no number, and takes time.
     assert ratios["largest_relative_disagreement"] == 0.0
     assert set(ratios["median_step_s"]) == {"raw A", "ours", "raw B"}
     assert min(ratios["median_step_s"].values()) > 0
-    assert {key: found[key] for key in told} == told
 
 
 @pytest.mark.slow
 def test_what_a_copy_costs_is_told_beside_steps_without(tmp_path: Path) -> None:
     found = measured("copies.py", "--steps", "12", file=tmp_path / "found.json")["steps"]
     assert found["copied"] + found["left_out"] == 6
-    assert found["state_bytes_per_rank"] > 1e6
-    assert min(found["after_none_s"], found["after_copy_s"], found["held_up_s"]) > 0
+    assert min(found[each] for each in ("state_bytes_per_rank", "after_none_s", "after_copy_s", "held_up_s")) > 0
 
 
 @pytest.mark.zoo

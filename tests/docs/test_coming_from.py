@@ -1,16 +1,15 @@
-"""docs/coming-from is true: scripts run, theirs and ours print the same losses, and names of theirs are theirs."""
+"""docs/coming-from is true: scripts run, and theirs and ours print the same losses."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
-import peers
 import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
@@ -62,8 +61,6 @@ def ragged(script: str) -> str:
 @cache
 def output(script: str, ranks: int) -> str:
     """What a script prints."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
         (Path(directory) / "train.py").write_text(script, encoding="utf-8")
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -99,28 +96,23 @@ def test_our_script_prints_the_same_on_one_rank_and_two(name: str) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("sizes", ["tp_size=2", "cp_size=2", "pp_size=2"])
-def test_our_script_prints_the_same_under_another_layout(sizes: str) -> None:
-    ours = block("accelerate", "Ours", "python")
-    assert_equal(printed(ours.replace("mw.MeshSizes()", f"mw.MeshSizes({sizes})"), 2), printed(ours, 1), 1e-9)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("sizes", ['"tp_size": 2', '"cp_size": 2', '"pp_size": 2'])
-@pytest.mark.parametrize("name", ["trainer", "trl"])
-def test_our_trainers_print_the_same_under_another_layout(name: str, sizes: str) -> None:
-    ours = block(name, "Ours", "python")
-    shared = 'int(os.environ.get("WORLD_SIZE", 1))', '{"strategy": "fsdp2"}'
-    assert all(ours.count(each) == 1 for each in shared)
-    other = ours.replace(shared[0], "1").replace(shared[1], f'{{"strategy": "fsdp2", {sizes}}}')
-    near, _ = NEAR[name]
-    assert_equal(printed(other, 2), printed(ours, 1), near)
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+@pytest.mark.parametrize("name", ["accelerate", "trainer", "trl"])
+def test_our_script_prints_the_same_under_another_layout(name: str, axis: str) -> None:
+    other = ours = block(name, "Ours", "python")
+    changes = [("mw.MeshSizes()", f"mw.MeshSizes({axis}_size=2)")]
+    if name != "accelerate":
+        changes = [('int(os.environ.get("WORLD_SIZE", 1))', "1"), ('"fsdp2"}', f'"fsdp2", "{axis}_size": 2}}')]
+    for old, new in changes:
+        assert other.count(old) == 1
+        other = other.replace(old, new)
+    assert_equal(printed(other, 2), printed(ours, 1), NEAR.get(name, (1e-9,))[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_their_script_prints_what_ours_does(name: str) -> None:
-    pytest.importorskip(peers.PEERS[name][2])
+    pytest.importorskip("transformers" if name == "trainer" else name)
     theirs, ours = block(name, "Their script", "python"), block(name, "Ours", "python")
     assert_equal(printed(theirs, 1), printed(ours, 1), NEAR.get(name, (1e-6, 1e-11))[0])
     if name not in OWN_LOSS:
@@ -166,9 +158,6 @@ def test_with_ragged_rows_both_print_what_the_page_says(name: str) -> None:
     assert abs(theirs[0] - ours[0]) > 1e-4
     pairs = zip(theirs, ours, strict=True)
     assert [f"{number:.6f}" for pair in pairs for number in pair] == said
-    assert_equal(
-        printed(ragged(block(name, "Ours", "python")), 2), printed(ragged(block(name, "Ours", "python")), 1), 1e-11
-    )
 
 
 # -- run files
@@ -199,39 +188,3 @@ def test_our_run_file_trains_on_two_ranks_as_on_one(name: str, tmp_path: Path) -
     # In float32.
     assert two == pytest.approx(one, rel=1e-5)
     assert one[-1] < one[0]
-
-
-# -- names
-
-
-def cited(name: str) -> list[tuple[str, str]]:
-    """The first and the last column of the table of names."""
-    table = page(name).split("## What differs")[1]
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in table.splitlines() if line.startswith("| ")]
-    return [(row[0], row[-1]) for row in rows[1:]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", peers.PEERS)
-def test_names_that_a_page_gives_as_theirs_are_theirs(name: str) -> None:
-    directory = peers.source(name)
-    distribution, version, _ = peers.PEERS[name]
-    if directory is None:
-        pytest.skip(f"{distribution} {version} is not here; python tests/docs/peers.py fetches its source")
-    assert version in page(name)
-    rows = cited(name)
-    assert len(rows) > 12
-    for row, where in rows:
-        names = {word for span in re.findall(r"`([^`]+)`", row) for word in re.findall(r"[A-Za-z_]\w*", span)}
-        assert not names - peers.words(directory), row
-        (path,) = re.findall(r"`([^`]+)`", where)
-        assert (directory / path).is_file(), where
-        # What a row names is in its file; but for rows that say that something is not there.
-        here = (directory / path).read_text(encoding="utf-8")
-        assert any(word in here for word in names) or not names, row
-
-
-def test_each_page_is_in_the_index() -> None:
-    index = page("README")
-    assert {path.name for path in PAGES.glob("*.md")} - {"README.md"} <= set(re.findall(r"\]\((\w+\.md)\)", index))
-    assert importlib.util.find_spec("accelerate") is not None, "dev has accelerate, through trl"

@@ -1,19 +1,13 @@
-"""What is released: one version everywhere, whole wheels, and an index that pip resolves ours from;
-as docs/releasing.md says."""
+"""What is released, as docs/releasing.md says: one version everywhere, and whole wheels that pip resolves ours from."""
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import threading
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,40 +41,29 @@ def _tree(directory: Path) -> Path:
     return directory
 
 
-def test_all_distributions_state_one_version() -> None:
+def test_a_version_is_set_everywhere_and_must_be_one_of_ours(tmp_path: Path) -> None:
     assert release.differences() == []
-    stating = {path for path, _, _ in release.stated()}
-    assert {each.directory / "pyproject.toml" for each in ALL} <= stating
-    assert ROOT / "CITATION.cff" in stating
-
-
-def test_a_version_is_set_everywhere(tmp_path: Path) -> None:
     tree = _tree(tmp_path)
     before = len(list(release.stated(tree)))
+    for file, words in {
+        "pyproject.toml": "meshwright-fsdp2==",
+        "plugins/ddp/pyproject.toml": "meshwright==",
+        "plugins/run/pyproject.toml": 'version = "',
+        "CITATION.cff": 'version: "',
+    }.items():
+        text = (tree / file).read_text(encoding="utf-8")
+        (tree / file).write_text(text.replace(words, f"{words}9.", 1), encoding="utf-8")
+        (found,) = release.differences(tree)
+        assert found.startswith(f"{file}: " + words.strip(' "'))
+        (tree / file).write_text(text, encoding="utf-8")
+    for version in ("1.0", "v1.0.0", "1.0.0.dev1", "1.0.0+mine", ""):
+        with pytest.raises(SystemExit, match="is not a version of ours"):
+            release.set_version(version, tree)
     release.set_version("3.1.0rc2", tree)
     assert release.differences(tree) == []
-    found = [version for _, _, version in release.stated(tree)]
-    assert set(found) == {"3.1.0rc2"}
-    assert len(found) == before
+    assert [version for _, _, version in release.stated(tree)] == ["3.1.0rc2"] * before
     # Versions of others are as they were.
     assert "megatron-fsdp>=0.6.1,<0.7" in (tree / "plugins/megatron_fsdp/pyproject.toml").read_text(encoding="utf-8")
-    assert 'python_version = "3.11"' in (tree / "pyproject.toml").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "words"),
-    [
-        ("pyproject.toml", 'version = "', "pyproject.toml: version ="),
-        ("pyproject.toml", "meshwright-fsdp2==", "pyproject.toml: meshwright-fsdp2=="),
-        ("plugins/ddp/pyproject.toml", "meshwright==", "plugins/ddp/pyproject.toml: meshwright=="),
-        ("CITATION.cff", 'version: "', "CITATION.cff: version:"),
-    ],
-)
-def test_a_file_that_states_another_version_is_named(file: str, old: str, words: str, tmp_path: Path) -> None:
-    path = _tree(tmp_path) / file
-    path.write_text(path.read_text(encoding="utf-8").replace(old, f"{old}9.", 1), encoding="utf-8")
-    (found,) = release.differences(tmp_path)
-    assert found.startswith(words)
 
 
 def test_a_tag_must_be_the_version_with_a_day_in_the_changelog(tmp_path: Path) -> None:
@@ -91,12 +74,6 @@ def test_a_tag_must_be_the_version_with_a_day_in_the_changelog(tmp_path: Path) -
     assert "## 0.9.0 (YYYY-MM-DD)" in no_day
     (tree / "CHANGELOG.md").write_text("# Changelog\n\n## 0.9.0 (2027-01-31)\n", encoding="utf-8")
     assert release.differences(tree, tag="v0.9.0") == []
-
-
-@pytest.mark.parametrize("version", ["1.0", "v1.0.0", "1.0.0.dev1", "1.0.0+mine", ""])
-def test_what_is_no_version_of_ours_is_refused(version: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="is not a version of ours"):
-        release.set_version(version, _tree(tmp_path))
 
 
 # -- wheels and source distributions
@@ -110,50 +87,32 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels and source distributions of all."""
+    directory = tmp_path_factory.mktemp("every")
+    assert len(release.build(directory)) == 2 * len(ALL)
+    return directory
+
+
 def _contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as opened:
         return {name: opened.read(name) for name in opened.namelist()}
 
 
 @pytest.mark.slow
-def test_wheels_hold_data_types_and_license_and_no_tests(two: Path) -> None:
-    (wheel,) = two.glob("meshwright-*.whl")
-    names = _contents(wheel).keys()
-    for name in ("py.typed", "plugin.pyi", "parallel/tensor/corrections.yaml"):
-        assert f"meshwright/{name}" in names
-    assert not [name for name in names if name.startswith("tests/") or "/test_" in name]
-    (plugin,) = two.glob("meshwright_fsdp2-*.whl")
-    assert [name for name in _contents(plugin) if name.endswith("licenses/LICENSE")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gone", ["py.typed", "plugin.pyi", "cli/main.py"])
-def test_what_a_wheel_lacks_is_named(gone: str, two: Path, tmp_path: Path) -> None:
-    (wheel,) = two.glob("meshwright-*.whl")
+def test_wheels_hold_data_types_and_license_and_what_one_lacks_is_named(two: Path, tmp_path: Path) -> None:
+    (wheel,), (source,) = two.glob("meshwright-*.whl"), two.glob("meshwright-*.tar.gz")
+    gone = {f"meshwright/{name}" for name in ("py.typed", "plugin.pyi", "cli/main.py")}
+    contents = _contents(wheel)
+    assert {*gone, "meshwright/parallel/tensor/corrections.yaml"} <= contents.keys()
     with zipfile.ZipFile(tmp_path / wheel.name, "w") as written:
-        for name, content in _contents(wheel).items():
-            if name != f"meshwright/{gone}":
-                written.writestr(name, content)
+        for name in contents.keys() - gone:
+            written.writestr(name, contents[name])
         written.writestr("tests/test_core.py", "")
-    (source,) = two.glob("meshwright-*.tar.gz")
     found = release.faults(ALL[0], [tmp_path / wheel.name, source])
-    assert f"{wheel.name}: lacks meshwright/{gone}" in found
+    assert {f"{wheel.name}: lacks {name}" for name in gone} <= {*found}
     assert f"{wheel.name}: has tests/test_core.py, which is not of the package" in found
-
-
-@pytest.mark.slow
-def test_a_wheel_of_the_source_is_the_wheel_of_the_source_distribution(two: Path, tmp_path: Path) -> None:
-    (source,) = two.glob("meshwright_fsdp2-*.tar.gz")
-    with tarfile.open(source) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (unpacked,) = tmp_path.iterdir()
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path / "again")]
-    subprocess.run([*command, str(unpacked)], check=True, capture_output=True)
-    (again,) = (tmp_path / "again").iterdir()
-    assert _contents(again) == _contents(two / again.name)
-    plugin = next(each for each in ALL if each.name == "meshwright-fsdp2")
-    for name in plugin.files:
-        assert _contents(again)[name] == (plugin.package.parent / name).read_bytes()
 
 
 # -- installed
@@ -161,10 +120,10 @@ def test_a_wheel_of_the_source_is_the_wheel_of_the_source_distribution(two: Path
 
 @dataclass(frozen=True)
 class Fresh:
-    """An environment that has what is installed here but nothing of ours, and an index with ours alone."""
+    """An environment that has what is installed here but nothing of ours, and a folder with wheels of ours alone."""
 
     directory: Path
-    index: str
+    wheels: Path
 
     def run(self, *command: str, where: Path | None = None) -> str:
         """What a program of the environment prints; it must succeed."""
@@ -183,28 +142,16 @@ class Fresh:
         return done.stdout
 
     def install(self, requirement: str) -> set[str]:
-        """Names and versions that pip installs from the index."""
-        told = self.run(
-            *("python", "-m", "pip", "install", "--disable-pip-version-check", "--index-url", self.index, requirement)
-        )
+        """Names and versions that pip installs from the folder."""
+        found = ("--disable-pip-version-check", "--no-index", "--find-links", str(self.wheels))
+        told = self.run("python", "-m", "pip", "install", *found, requirement)
         (line,) = [line for line in told.splitlines() if line.startswith("Successfully installed")]
         return set(line.split()[2:])
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    """Lists folders of files, which is what pip reads of an index."""
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: tests are quiet."""
-
-
 @pytest.fixture
-def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fresh]:
+def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
     """Parametrized indirectly with the fixture that built."""
-    built: Path = request.getfixturevalue(request.param)
-    for path in built.glob("*.whl"):
-        (tmp_path / "index" / path.name.split("-")[0].replace("_", "-")).mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, tmp_path / "index" / path.name.split("-")[0].replace("_", "-"))
     links = tmp_path / "links"
     links.mkdir()
     for place in (each for each in sys.path if Path(each).name == "site-packages"):
@@ -215,11 +162,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fresh]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text(str(links), encoding="utf-8")
-    handler = functools.partial(_Quiet, directory=str(tmp_path / "index"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Fresh(environment, f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
+    return Fresh(environment, request.getfixturevalue(request.param))
 
 
 def _named(*names: str) -> set[str]:
@@ -239,7 +182,7 @@ def _train(fresh: Fresh, where: Path, strategy: str, ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fresh", ["two"], indirect=True)
-def test_an_extra_is_resolved_from_an_index_and_trains(fresh: Fresh, tmp_path: Path) -> None:
+def test_an_extra_is_resolved_from_wheels_and_trains(fresh: Fresh, tmp_path: Path) -> None:
     brought = ("meshwright", "meshwright-fsdp2", "meshwright-run", "meshwright-objectives")
     assert fresh.install("meshwright[fsdp2,run]") == _named(*brought)
     where = fresh.run("python", "-c", "import meshwright; print(meshwright.__file__, meshwright.__version__)").split()
@@ -248,14 +191,6 @@ def test_an_extra_is_resolved_from_an_index_and_trains(fresh: Fresh, tmp_path: P
     told = fresh.run("meshwright", "strategies").partition("installable")[0]
     assert [line for line in told.splitlines() if line and not line.startswith(" ")] == ["fsdp2", "single"]
     _train(fresh, tmp_path / "run", "fsdp2", 2)
-
-
-@pytest.fixture(scope="module")
-def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels and source distributions of all."""
-    directory = tmp_path_factory.mktemp("every")
-    assert len(release.build(directory)) == 2 * len(ALL)
-    return directory
 
 
 @pytest.mark.zoo

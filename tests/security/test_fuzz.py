@@ -9,10 +9,8 @@ import copy
 import inspect
 import itertools
 import random
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ import torch
 import transformers
 import yaml
 from pydantic import BaseModel
-from support.bounded import PATIENCE_S, bounded, check_refusal
-from support.commands import LAUNCHER_VARIABLES, MODEL, command, write_run
-from support.odd_run_files import ODD, OddRunFiles, RunFile, places, put
+from support.bounded import bounded, check_refusal
+from support.commands import LAUNCHER_VARIABLES, MODEL, write_run
+from support.odd_run_files import ODD, OddRunFiles, places, put
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
@@ -63,11 +61,6 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
 
 
-def check_told(error: MeshwrightError) -> None:
-    check_refusal(error)
-    assert error.exit_code == 2
-
-
 # -- single values
 
 
@@ -101,7 +94,7 @@ def test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is() -> None:
                 with bounded((cls.__name__, path, value)):
                     kept: Any = validated(cls, values, where="a run file")
             except MeshwrightError as error:
-                check_told(error)
+                check_refusal(error)
                 counts["refused"] += 1
                 continue
             counts["kept"] += 1
@@ -138,7 +131,7 @@ def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> Non
             with bounded(config):
                 try_optimization(config, ScheduleConfig(), 10, device=CPU)
         except MeshwrightError as error:
-            check_told(error)
+            check_refusal(error)
             counts["refused"] += 1
             continue
         counts["taken"] += 1
@@ -165,7 +158,7 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
                 config = model_config(section, tokenizer=tokenizer, seq_len=16)
                 try_model(config, torch.float32, seq_len=16, device=CPU, degrees=Degrees())
         except MeshwrightError as error:
-            check_told(error)
+            check_refusal(error)
             counts["refused"] += 1
         else:
             counts["trained"] += 1
@@ -195,7 +188,7 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
                 options = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
                 resolve(config.strategy, config, ranks, **options)
         except MeshwrightError as error:
-            check_told(error)
+            check_refusal(error)
             counts[outcome] += 1
             continue
         counts["accepted"] += 1
@@ -221,7 +214,7 @@ def _start(main: Any, arguments: tuple[Any, ...], **_: Any) -> None:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
-    """Odd run files on small data, for `meshwright train` in this process, which raises Started instead of starting."""
+    """Odd run files on small data; `meshwright train` in this process raises Started instead of starting ranks."""
     # Tracing each would take a second; some turn it on.
     good = {**yaml.safe_load(write_run(tmp_path).read_text()), "steps": 1, "plan": {"enabled": False}}
     (tmp_path / "cache").mkdir()
@@ -247,26 +240,6 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
     return OddRunFiles(good, seed=17, more=more)
 
 
-def in_process(path: Path, file: RunFile) -> RunConfig | None:
-    """`meshwright train` up to where ranks would be started: the run if it gets so far, None if it is refused."""
-    path.write_bytes(file.content)
-    options = [each for assignment in file.assignments for each in ("--set", assignment)]
-    with bounded(file):
-        result = CliRunner().invoke(cli.app, ["train", str(path), *options])
-        if isinstance(result.exception, Started):
-            return result.exception.config
-        if not isinstance(result.exception, SystemExit):
-            raise result.exception or AssertionError("it has ended without an error")
-    check_output(file, result.exit_code, result.stdout, result.stderr)
-    return None
-
-
-def check_output(file: RunFile, code: int, stdout: str, stderr: str) -> None:
-    assert (code, stdout) == (2, ""), (file, stderr)
-    assert [line[:7] for line in stderr.splitlines()].count("error: ") == 1, (file, stderr)
-    assert "Traceback" not in stderr, (file, stderr)
-
-
 @pytest.mark.parametrize(
     "count", [pytest.param(300, marks=pytest.mark.slow), pytest.param(2500, marks=pytest.mark.zoo)]
 )
@@ -274,64 +247,19 @@ def test_runs_are_planned_or_refused(count: int, planned: OddRunFiles, tmp_path:
     path, counts = tmp_path / "odd.yaml", Counter[str]()
     for number in range(count):
         file = planned[number]
-        config = in_process(path, file)
-        counts["planned" if config else "refused"] += 1
-        # What ranks are given, and write beside their results, is what the file holds.
-        assert config is None or config == load_run(path, file.assignments), (number, file)
+        path.write_bytes(file.content)
+        options = [each for assignment in file.assignments for each in ("--set", assignment)]
+        with bounded(file):
+            result = CliRunner().invoke(cli.app, ["train", str(path), *options])
+            if not isinstance(result.exception, Started | SystemExit):
+                raise result.exception or AssertionError("it has ended without an error")
+        counts[type(result.exception).__name__] += 1
+        if isinstance(result.exception, Started):
+            # What ranks are given, and write beside their results, is what the file holds.
+            assert result.exception.config == load_run(path, file.assignments), (number, file)
+        else:
+            assert (result.exit_code, result.stdout) == (2, ""), (file, result.stderr)
+            assert [line[:7] for line in result.stderr.splitlines()].count("error: ") == 1, (file, result.stderr)
+            assert "Traceback" not in result.stderr, (file, result.stderr)
         assert not (tmp_path / "out").exists()
     assert min(counts.values()) > count // 50
-
-
-def small(config: RunConfig) -> bool:
-    """Whether a run is over soon."""
-    return config.steps <= 3 and config.batch_size <= 8 and config.sample.max_new_tokens <= 100
-
-
-def chosen_files(files: OddRunFiles, path: Path, wanted: Counter[str]) -> Iterator[tuple[str, RunFile]]:
-    """So many files that are refused as they are read, that are refused by the plan, and that train."""
-    for number in itertools.count(10_000):
-        if not wanted.total():
-            return
-        file = files[number]
-        planned = in_process(path, file)
-        kind = "refused" if planned is None else "trains"
-        try:
-            config = load_run(path, file.assignments)
-        except MeshwrightError:
-            kind = "unread"
-        else:
-            # All of the standard library would be prepared.
-            if "stdlib" in str(config.data.corpus) or (planned is not None and not small(planned)):
-                continue
-        if wanted[kind]:
-            wanted[kind] -= 1
-            yield kind, file
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        pytest.param({"unread": 6, "refused": 2}, id="daily", marks=pytest.mark.slow),
-        pytest.param({"unread": 40, "refused": 8, "trains": 2}, id="sweep", marks=pytest.mark.zoo),
-    ],
-)
-def test_a_sample_of_processes_ends_as_in_this_one(
-    wanted: dict[str, int], planned: OddRunFiles, tmp_path: Path
-) -> None:
-    chosen = list(chosen_files(planned, tmp_path / "odd.yaml", Counter(wanted)))
-
-    def ended(number: int) -> subprocess.CompletedProcess[str]:
-        path, (kind, file) = tmp_path / f"odd-{number}.yaml", chosen[number]
-        path.write_bytes(file.content)
-        # Runs that train do not meet in one directory.
-        own = [f"output_dir={tmp_path / f'out-{number}'}"] if kind == "trains" else []
-        options = [each for value in (*file.assignments, *own) for each in ("--set", value)]
-        return command("train", str(path), *options, timeout_s=10 * PATIENCE_S)
-
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(ended, range(len(chosen))))
-    for (kind, file), done in zip(chosen, outcomes, strict=True):
-        if kind == "trains" and done.returncode == 0:
-            assert "written" in done.stdout
-        else:
-            check_output(file, done.returncode, "" if kind == "trains" else done.stdout, done.stderr)

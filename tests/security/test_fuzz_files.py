@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from security.small_run import write_small_run
+from starlette.datastructures import QueryParams
 from support.bounded import bounded, check_refusal
 from support.checkpoints import reseal
 from support.commands import command
@@ -147,15 +148,7 @@ def _directory(place: Path) -> None:
 def _page(run: Path) -> None:
     answers = Answers([WatchedRun(run, "run")])
     for name in ("state", "events", "ranks", "timeline"):
-        as_json(getattr(answers, name)(_Query()))
-
-
-class _Query(dict[str, str]):
-    def __init__(self) -> None:
-        super().__init__(run="0")
-
-    def getlist(self, name: str) -> list[str]:
-        return []
+        as_json(getattr(answers, name)(QueryParams("run=0")))
 
 
 def _profile(place: Path) -> None:

@@ -8,7 +8,7 @@ import random
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def test_kubernetes(kind: str, text: str) -> None:
     )
     settings, manifest = yaml.safe_load_all(files_of(job, "kubernetes")["job.yaml"])
     assert yaml.safe_load(settings["data"]["run.yaml"])["output_dir"] == "/shared/runs/run"
-    containers = list(_containers(manifest))
+    nodes = list(_nodes(manifest))
+    containers = [each for each in nodes if isinstance(each, Mapping) and "command" in each]
     assert containers
     for each in containers:
         environment = {variable["name"]: variable.get("value", "") for variable in each["env"]}
@@ -104,29 +105,20 @@ def test_kubernetes(kind: str, text: str) -> None:
         assert command[2] == 'true $(RANK) $RANK\nexec "$@"'
         assert command[4] == text
         assert not [word for word in command[5:] if "$" in word]
-    assert text in _texts(manifest)
+    assert text in nodes
 
 
-def _containers(node: Any) -> Any:
-    if isinstance(node, Mapping):
-        if "command" in node:
-            yield node
-        for each in node.values():
-            yield from _containers(each)
-    elif isinstance(node, list):
-        for each in node:
-            yield from _containers(each)
-
-
-def _texts(node: Any) -> Any:
-    if isinstance(node, str):
-        yield node
+def _nodes(node: Any) -> Iterator[Any]:
+    yield node
     for each in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
-        yield from _texts(each)
+        yield from _nodes(each)
 
 
 @pytest.mark.parametrize("text", _hostile(15))
-def test_skypilot(text: str, tmp_path: Path) -> None:
+def test_skypilot_and_ray(text: str, tmp_path: Path) -> None:
+    tree = ast.parse(files_of(_job("ray", text), "ray")["job.py"])
+    (start,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "init" in ast.unparse(node.func)]
+    assert ast.literal_eval(start.keywords[0].value)["env_vars"]["VALUE"] == text
     if "$" in text:
         with pytest.raises(ConfigError, match="SkyPilot takes for a variable"):
             _job("skypilot", "", skypilot={"mounts": {"/shared": "s3://bucket"}, "workdir": text})
@@ -137,13 +129,6 @@ def test_skypilot(text: str, tmp_path: Path) -> None:
     assert words[-1] == "/home/x/.meshwright/run.yaml"
     assert {"--node-rank=1", "--master-addr=first"} <= {*words}
     assert environment["VALUE"] == text
-
-
-@pytest.mark.parametrize("text", _hostile(15))
-def test_ray(text: str) -> None:
-    tree = ast.parse(files_of(_job("ray", text), "ray")["job.py"])
-    (start,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "init" in ast.unparse(node.func)]
-    assert ast.literal_eval(start.keywords[0].value)["env_vars"]["VALUE"] == text
 
 
 @pytest.mark.parametrize("character", ["\n", "\r", "\x00", "\x1b", "\x7f", "\x85", "\u2028", "\udcff"], ids=ascii)

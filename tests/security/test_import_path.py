@@ -53,19 +53,6 @@ def _run(place: Path, *command: str, **more: str) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def _passes(place: Path, *command: str, **more: str) -> str:
-    done = _run(place, *command, **more)
-    output = done.stdout + done.stderr
-    assert not (place / "mark").exists(), (place / "mark").read_text() + output
-    assert done.returncode == 0, output
-    return output
-
-
-def _console_script() -> str:
-    found = shutil.which("meshwright", path=str(Path(sys.executable).parent))
-    return found or pytest.skip("meshwright is not installed as a command")
-
-
 def test_the_modules_would_be_imported(place: Path) -> None:
     # -c looks into the current directory.
     assert _run(place, sys.executable, "-c", "import torch").returncode != 0
@@ -73,43 +60,39 @@ def test_the_modules_would_be_imported(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_with_keepers_and_pictures(place: Path) -> None:
-    _passes(place, _console_script(), "train", "run.yaml")
-    assert (place / "out" / "summary.json").exists()
-
-
-@pytest.mark.slow
-def test_python_m(place: Path) -> None:
-    # What Python loads before it runs any module of ours is its own matter; torch is not among it.
-    code = "import runpy, sys, meshwright; print(*(name for name in sys.modules if '.' not in name))"
-    known = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    loaded = {*known.stdout.split()} - {"meshwright"}
-    assert not loaded & {*FOREIGN}
-    for name in loaded:
-        (place / f"{name}.py").unlink(missing_ok=True)
+@pytest.mark.parametrize("how", ["two ranks", "planner", "rank of a launcher", "python -m", "script"])
+def test_a_command_imports_nothing_from_the_current_directory(how: str, place: Path) -> None:
+    command, more = [shutil.which("meshwright", path=str(Path(sys.executable).parent)) or ""], {}
     alone = ("--set", "nproc=1", "--set", "checkpoint.replicate=null")
-    _passes(place, sys.executable, "-m", "meshwright", "train", "run.yaml", *alone)
-
-
-@pytest.mark.slow
-def test_the_search_of_the_planner(place: Path) -> None:
-    _passes(place, _console_script(), "plan", "run.yaml", "--gpus", "2", "--device", "h100-80gb")
-
-
-@pytest.mark.slow
-def test_ranks_of_another_launcher_and_their_companions(place: Path) -> None:
-    port = str(free_port())
-    of_all = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    alone = ("--set", "nproc=1", "--set", "watchdog_s=60", "--set", "checkpoint.replicate=null")
-    _passes(place, _console_script(), "train", "run.yaml", *alone, **of_all, RANK="0", LOCAL_RANK="0")
-
-
-@pytest.mark.slow
-def test_a_run_that_python_starts(place: Path) -> None:
-    script = place.parent / "script" / "main.py"
-    script.parent.mkdir()
-    script.write_text(SCRIPT)
-    _passes(place, sys.executable, str(script))
+    if how == "two ranks":
+        # With keepers and pictures.
+        command += ["train", "run.yaml"]
+    elif how == "planner":
+        command += ["plan", "run.yaml", "--gpus", "2", "--device", "h100-80gb"]
+    elif how == "rank of a launcher":
+        command += ["train", "run.yaml", *alone, "--set", "watchdog_s=60"]
+        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "LOCAL_RANK": "0"}
+        more |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    elif how == "python -m":
+        # What Python loads before it runs any module of ours is its own matter; torch is not among it.
+        code = "import runpy, sys, meshwright; print(*(name for name in sys.modules if '.' not in name))"
+        known = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+        loaded = {*known.stdout.split()} - {"meshwright"}
+        assert not loaded & {*FOREIGN}
+        for name in loaded:
+            (place / f"{name}.py").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "meshwright", "train", "run.yaml", *alone]
+    else:
+        script = place.parent / "script" / "main.py"
+        script.parent.mkdir()
+        script.write_text(SCRIPT)
+        command = [sys.executable, str(script)]
+    if not command[0]:
+        pytest.skip("meshwright is not installed as a command")
+    done = _run(place, *command, **more)
+    output = done.stdout + done.stderr
+    assert not (place / "mark").exists(), (place / "mark").read_text() + output
+    assert done.returncode == 0, output
 
 
 def test_every_python_that_is_started_is_started_by_one_name() -> None:

@@ -30,11 +30,6 @@ DIRECTORIES = [
 ]
 
 
-def _train(directory: Path, out: Path) -> tuple[int, str]:
-    done = command("train", str(write_small_run(directory, output_dir=str(out), overwrite=True)))
-    return done.returncode, done.stdout + done.stderr
-
-
 def _refused(out: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a link|is neither"), files.RunDirectory(out).locked(patience_s=0):
         pass
@@ -75,20 +70,14 @@ def test_a_run_refuses_links_and_replaces_those_of_names_on_the_way(tmp_path: Pa
     for name in FILES:
         (out / f"{name}.tmp").symlink_to(victim)
     (out / files.METRICS).symlink_to(victim)
-    code, output = _train(tmp_path, out)
-    assert (code, "no run has made" in output) == (2, True), output
+    run = str(write_small_run(tmp_path, output_dir=str(out), overwrite=True))
+    done = command("train", run)
+    assert (done.returncode, "no run has made" in done.stderr) == (2, True), done.stderr
     (out / files.METRICS).unlink()
-    code, output = _train(tmp_path, out)
-    assert code == 0, output
+    done = command("train", run)
+    assert done.returncode == 0, done.stderr
     assert victim.read_text() == SECRET
     assert (tmp_path / "disk" / files.SUMMARY).is_file()
-
-
-def test_a_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "step.writing").symlink_to(tmp_path / "victim")
-    with pytest.raises(CheckpointError, match="is a link"):
-        LocalDraft(LocalFolder(tmp_path / "step")).begin()
 
 
 # -- the functions that write
@@ -102,9 +91,10 @@ def test_files_that_grow_are_not_opened_through_links(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="symbolic link"):
             opened()
     assert victim.read_text() == SECRET
-    append(tmp_path / "new", "a\n")
-    append(tmp_path / "new", "b\n")
-    assert (tmp_path / "new").read_text() == "a\nb\n"
+    (tmp_path / "victims").mkdir()
+    (tmp_path / "step.writing").symlink_to(tmp_path / "victims")
+    with pytest.raises(CheckpointError, match="is a link"):
+        LocalDraft(LocalFolder(tmp_path / "step")).begin()
 
 
 def test_files_that_are_written_whole_replace_links(tmp_path: Path) -> None:
@@ -117,16 +107,12 @@ def test_files_that_are_written_whole_replace_links(tmp_path: Path) -> None:
     assert not (tmp_path / "file").is_symlink()
     (tmp_path / "other").symlink_to(victim)
     assert not fresh(tmp_path / "other").is_symlink()
-
-
-def test_a_file_that_fails_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-    with suppress(KeyboardInterrupt), written_whole(path) as file:
-        file.write(b"new")
+    # One that fails on the way leaves what was there.
+    with suppress(KeyboardInterrupt), written_whole(tmp_path / "file") as file:
+        file.write(b"newer")
         raise KeyboardInterrupt
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-    assert path.read_text() == "old"
+    assert (tmp_path / "file").read_text() == "new"
+    assert {each.name for each in tmp_path.iterdir()} == {"file", "victim"}
 
 
 def _writes(tree: ast.AST) -> list[int]:

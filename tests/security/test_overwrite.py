@@ -55,8 +55,5 @@ def test_what_a_run_has_made_is_removed_and_what_lies_beside_it_stays(tmp_path: 
     assert check_output(config, 3) is Fate.REPLACE
     RunDirectory(tmp_path).prepare("", replaces=True)
     assert {path.name for path in tmp_path.iterdir()} == {RUN, LISTED, "notes.txt"}
-
-
-def test_a_list_names_only_what_runs_make(tmp_path: Path) -> None:
     (tmp_path / LISTED).write_text(json.dumps(["../outside", "/etc/passwd", "notes.txt", MODEL, ".", ""]))
     assert RunDirectory(tmp_path).listed() == {MODEL}

@@ -57,30 +57,20 @@ def test_other_kinds_of_urls_are_refused(url: str, tmp_path: Path) -> None:
         assert isinstance(place_of(url), LocalFolder)
 
 
-@pytest.mark.parametrize("name", ["x::reference://y", "step-00000001::reference://y"])
-def test_a_name_that_a_server_lists_makes_no_chain(name: str) -> None:
+def test_a_name_that_a_server_lists_makes_no_chain() -> None:
     with pytest.raises(ConfigError, match="chain of URLs"):
-        RemoteFolder("memory://bucket", DEFAULT).at(name)
+        RemoteFolder("memory://bucket", DEFAULT).at("step-00000001::reference://y")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("checkpoint", "show"),
-        ("checkpoint", "verify"),
-        ("export",),
-        ("train", "--set", "resume={url}"),
-        ("train", "--set", "checkpoint={{every: 1, to: '{url}'}}"),
-    ],
-    ids=" ".join,
-)
-def test_every_command_that_takes_a_url_refuses_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    url = "reference://::data:x"
-    run = write_small_run(tmp_path)
-    if arguments[0] == "train":
-        command = [arguments[0], str(run), *(each.format(url=url) for each in arguments[1:])]
-    else:
-        command = [*arguments, url, *([str(tmp_path / "exported")] if arguments[0] == "export" else [])]
-    code, output = invoke(*command)
-    assert (code, "not opened" in output) == (2, True), output
+def test_every_command_that_takes_a_url_refuses_it(tmp_path: Path) -> None:
+    url, run = "reference://::data:x", write_small_run(tmp_path)
+    for arguments in (
+        ("checkpoint", "show", url),
+        ("checkpoint", "verify", url),
+        ("export", url, tmp_path / "exported"),
+        ("train", run, "--set", f"resume={url}"),
+        ("train", run, "--set", f"checkpoint={{every: 1, to: '{url}'}}"),
+    ):
+        code, output = invoke(*arguments)
+        assert (code, "not opened" in output) == (2, True), output
     assert not (tmp_path / "out").exists()

@@ -6,12 +6,13 @@ import json
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from support.watched import make_ranks, make_run, make_timeline, write_lines
+from support.watched import make_ranks, make_run, make_timeline
 
 from meshwright_watch import server
 from meshwright_watch.columns import LONGEST, Tail
@@ -117,22 +118,27 @@ def test_lines_that_hold_anything_are_answered(kind: str, runs: tuple[Path, Path
     _all(_client(*runs))
 
 
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 3 << 30)
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "sparse": _sparse,
+    "circle": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", ["pipe", "directory", "circle", "device", "sparse"])
+@pytest.mark.parametrize("kind", NO_FILES)
 def test_files_that_are_none_are_passed_over(kind: str, name: str, runs: tuple[Path, Path]) -> None:
     path = runs[0] / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "directory":
-            path.mkdir()
-        case "sparse":
-            path.touch()
-            os.truncate(path, 3 << 30)
-        case _:
-            path.symlink_to(path if kind == "circle" else "/dev/zero")
+    NO_FILES[kind](path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _all(_client(*runs))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_MB * 1000
@@ -140,19 +146,12 @@ def test_files_that_are_none_are_passed_over(kind: str, name: str, runs: tuple[P
 
 def test_a_line_that_is_too_long_is_left_out_and_those_behind_it_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    path.write_bytes(b"one\n" + b"x" * (3 * LONGEST + 5) + b"\ntwo\n")
     tail, found = Tail(path), []
-    for _ in range(20):
-        found += tail.read(1 << 20).lines
-    assert found == [b"one", b"two"]
-    with path.open("ab") as file:
-        file.write(b"y" * (2 * LONGEST))
-    assert tail.read(1 << 20).lines == []
-    with path.open("ab") as file:
-        file.write(b"\nthree\n")
-    for _ in range(20):
-        found += tail.read(1 << 20).lines
-    assert found == [b"one", b"two", b"three"]
+    for written in (b"one\n" + b"x" * (3 * LONGEST + 5) + b"\ntwo\n", b"y" * (2 * LONGEST), b"\nthree\n"):
+        with path.open("ab") as file:
+            file.write(written)
+        found.append([line for _ in range(20) for line in tail.read(1 << 20).lines])
+    assert found == [[b"one", b"two"], [], [b"three"]]
 
 
 def test_a_run_of_which_nobody_has_thought_leaves_the_others(
@@ -171,11 +170,3 @@ def test_a_run_of_which_nobody_has_thought_leaves_the_others(
     assert (found[0]["state"], "ZeroDivisionError" in found[0]["why"]) == ("failed", True)
     assert found[0].keys() == found[1].keys()
     assert found[1]["step"] == 20
-
-
-def test_events_that_are_too_long_are_left_out(runs: tuple[Path, Path]) -> None:
-    write_lines(runs[0] / "events.jsonl", [{"event": "a", "text": "x" * (1 << 20)}, {"event": "b"}])
-    client = _client(*runs)
-    client.get("/api/state")
-    assert [each["event"] for each in client.get("/api/events?run=0").json()][-2:] != ["a", "b"]
-    assert client.get("/api/events?run=0").json()[-1]["event"] == "b"
