@@ -224,7 +224,7 @@ def _models(files: _Files) -> Iterator[tuple[str, Case]]:
     yield "pickled weights, asked for: call", Case(asked_for, 2, "holds no plain weights")
     for number, outside in enumerate(("..", str(files.root))):
         index = files.model(f"index-{number}")
-        (index / "model.safetensors").unlink()
+        (index / "model.safetensors").rename(index / "other.safetensors")
         weights = {"weight_map": {"lm_head.weight": f"{outside}/out/model/model.safetensors"}}
         (index / "model.safetensors.index.json").write_text(json.dumps(weights))
         yield f"weights elsewhere, {number}: call", Case(("from_pretrained", str(index)), 2, "not in its own directory")
