@@ -25,8 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse names with sets, whose order differs between processes, and select the part that `--part` names."""
+    """Refuse names that differ between processes, and select the part that `--part` names."""
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} is named by the address of an object.")
         for value in getattr(getattr(item, "callspec", None), "params", {}).values():
             if _has_set(value) and str(value) in item.nodeid:
                 raise pytest.UsageError(f"{item.nodeid} is named by a set, whose order differs between processes.")

@@ -116,6 +116,17 @@ def test_commands_parse_with_their_options_files_and_settings() -> None:
             load_run(*(named or [ROOT / "examples" / "stdlib.yaml"]), [each for each in settings if "..." not in each])
 
 
+def test_other_commands_name_what_is_there() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for block in of(*SHELL):
+        for program, *words in block.commands:
+            if program == "make":
+                assert {word for word in words if "=" not in word} <= set(targets), block
+            elif Path(program).name == "python" and words and words[0].endswith(".py"):
+                # Others are a reader's, or of the page.
+                assert (ROOT / words[0]).is_file() or block.note.kind != "run", f"{block}: {words[0]}"
+
+
 # -- programs
 
 PAGES = [document for document in documents() if run_by_tests(document)]

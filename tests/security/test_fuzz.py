@@ -61,6 +61,11 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
 
 
+def check_usage_error(error: MeshwrightError) -> None:
+    check_refusal(error)
+    assert error.exit_code == 2
+
+
 # -- single values
 
 
@@ -94,7 +99,7 @@ def test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is() -> None:
                 with bounded((cls.__name__, path, value)):
                     kept: Any = validated(cls, values, where="a run file")
             except MeshwrightError as error:
-                check_refusal(error)
+                check_usage_error(error)
                 counts["refused"] += 1
                 continue
             counts["kept"] += 1
@@ -131,7 +136,7 @@ def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> Non
             with bounded(config):
                 try_optimization(config, ScheduleConfig(), 10, device=CPU)
         except MeshwrightError as error:
-            check_refusal(error)
+            check_usage_error(error)
             counts["refused"] += 1
             continue
         counts["taken"] += 1
@@ -158,7 +163,7 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
                 config = model_config(section, tokenizer=tokenizer, seq_len=16)
                 try_model(config, torch.float32, seq_len=16, device=CPU, degrees=Degrees())
         except MeshwrightError as error:
-            check_refusal(error)
+            check_usage_error(error)
             counts["refused"] += 1
         else:
             counts["trained"] += 1
@@ -188,7 +193,7 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
                 options = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
                 resolve(config.strategy, config, ranks, **options)
         except MeshwrightError as error:
-            check_refusal(error)
+            check_usage_error(error)
             counts[outcome] += 1
             continue
         counts["accepted"] += 1

@@ -65,7 +65,7 @@ RECOMPUTED = {"tp": "selective", "pp-interleaved": "full", "cp": {"offload": "cp
         *((name, {"objective": COUNTING, "announced": True}) for name in ("ddp-zero1", "tp", "cp-ulysses", "pp")),
         *((name, {"config": CHUNKS | {"activation_checkpointing": mode}}) for name, mode in RECOMPUTED.items()),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.get("config", value)),
 )
 def test_options_of_the_loss_and_of_activations_with_tied_weights(name: str, options: dict[str, Any]) -> None:
     assert _worst(name, _tied(name), **options) <= TOLERANCE
