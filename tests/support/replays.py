@@ -153,6 +153,7 @@ def _scales_activations(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "none": lambda patch: None,
+    "rank 0 flips": lambda patch: _flips(patch, 0),
     "rank 1 flips": lambda patch: _flips(patch, 1),
     "rank 2 flips": lambda patch: _flips(patch, 2),
     "rank 1 flips at times": lambda patch: _flips(patch, 1, every=3),
