@@ -45,6 +45,11 @@ def _has_set(value: Any) -> bool:
     return any(map(_has_set, parts))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name binary parameters by their argument: compressed data hold the time at which they were made."""
+    return argname if isinstance(val, bytes) and not val.isascii() else None
+
+
 # -- what tests leave behind
 @pytest.fixture(autouse=True)
 def _leaves_the_process_as_it_was() -> Iterator[None]:
