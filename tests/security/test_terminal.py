@@ -114,7 +114,13 @@ def test_the_name_of_a_source_is_text_in_its_progress(monkeypatch: pytest.Monkey
 WRITES = {"print", "input", "Console", "rich.console.Console", "rich.print", "typer.echo", "click.echo"}
 WRITES |= {"warnings.warn", "warnings.warn_explicit", "Text.from_markup"}
 OF_STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
-MARKUP = {"render.py", "show.py", "output.py", "check_report.py", "terminal.py"}
+MARKUP = {
+    "core/meshwright/files/terminal.py",
+    "plugins/diagnose/src/meshwright_diagnose/replay/render.py",
+    "plugins/run/src/meshwright_run/output.py",
+    "plugins/run/src/meshwright_run/profile/show.py",
+    "plugins/testing/src/meshwright_testing/check_report.py",
+}
 
 
 def _others(tree: ast.AST) -> list[str]:
@@ -142,7 +148,7 @@ def test_nothing_else_writes_to_a_terminal() -> None:
     }
     found = {path: others for path, text in texts.items() if (others := _others(ast.parse(text)))}
     assert found == {"core/meshwright/files/terminal.py": ["warnings.warn", "Console", "Text.from_markup"]}
-    assert {Path(path).name for path, text in texts.items() if "styled(" in text} == MARKUP
+    assert {path for path, text in texts.items() if "styled(" in text} == MARKUP
 
 
 # -- where it goes

@@ -26,6 +26,8 @@ from meshwright_plan.search.recommend import recommend, tables, tokens_of, write
 from meshwright_plan.search.search import Search
 
 MODEL = {"model_type": "llama", **SIZES}
+# So wide that kernels, not launches and messages, take the time.
+WIDE = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 4096}
 RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}
 HELD = "strategy_config.activation_checkpointing=false"
 SHARDED = ["strategy=fsdp2", "pp_size=1", "cp_size=1", HELD]
@@ -71,11 +73,18 @@ def _searched(space: Space, wanted: int) -> Search:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [SHARDED, PIPELINES], ids=["sharded", "pipelines"])
-def test_the_best_are_those_of_planning_every_layout(kept, tmp_path):
-    # So wide that kernels, not launches and messages, take the time; a short trace says little of these.
-    wide = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 4096, "max_position_embeddings": 512}
-    model, length = {**MODEL, **wide}, 512
+@pytest.mark.parametrize(
+    ("kept", "wide", "length"),
+    [
+        (SHARDED, WIDE, 512),
+        (PIPELINES, WIDE, 512),
+        # The time of a tiny model is launches: the search finds the fastest layout, but not always the second.
+        pytest.param(SHARDED, {}, 16, marks=pytest.mark.xfail(raises=AssertionError, strict=True)),
+    ],
+    ids=["sharded", "pipelines", "launches"],
+)
+def test_the_best_are_those_of_planning_every_layout(kept, wide, length, tmp_path):
+    model = {**MODEL, **wide, "max_position_embeddings": 512}
     world, device = 2, find_device("h100-80gb")
     file = _file(tmp_path, batch_size=4, model=model, data={"seq_len": length})
     everything = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, world, device))}
