@@ -88,7 +88,6 @@ class Scopes(ast.NodeVisitor):
                 if isinstance(c, ast.Global):
                     globs.update(c.names)
                 if isinstance(c, ast.Nonlocal):
-                    globs.update(())
                     skip.update(c.names)
                 if isinstance(c, ast.Name) and isinstance(c.ctx, (ast.Store, ast.Del)):
                     out.add(c.id)
@@ -205,8 +204,6 @@ class Project:
         if (module, name) in seen:
             return None
         for f in self.by_module.get(module, []):
-            for n in f.tree.body if not hasattr(f, "flat") else f.flat:
-                pass
             top = self.toplevel(f)
             if name in top:
                 kind, value = top[name]
@@ -273,7 +270,7 @@ def rename_globals(project, table):
 
         for name in top:
             new = origin_new(f.module, name)
-            if new and (top[name][0] == "def" or True):
+            if new:
                 here[name] = new
         parents = {}
         for n in ast.walk(f.tree):
@@ -437,8 +434,6 @@ def move_modules(project, moves):
     for p, t in paths.items():
         if p.endswith((".py", ".pyi")):
             modules[module_name(p)] = module_name(t)
-    for p, t in paths.items():  # packages without __init__ (tests)
-        a, b = module_name(p).split("."), module_name(t).split(".")
 
     def new_module(m):
         return modules.get(m, m)
@@ -447,7 +442,6 @@ def move_modules(project, moves):
         own_new = new_module(f.module)
         is_package = f.path.endswith(("__init__.py", "__init__.pyi"))
         renamed = {}
-        top_imports = {}
         for n in ast.walk(f.tree):
             if isinstance(n, ast.ImportFrom):
                 m = resolve_from(f, n)
@@ -665,10 +659,10 @@ def rename_parameters(project, entries):
         print("AMBIGUOUS-KEYWORD", *a)
 
 
-def rename_members_everywhere(project, table):
-    """table: {name: new}, where all classes that define the name rename it so."""
+def rename_members_everywhere(project, table, paths=None):
+    """table: {name: new}, where all classes that define the name rename it so; in all files, or in those of `paths`."""
     olds = set(table)
-    for f in project.files.values():
+    for f in project.files.values() if paths is None else [project.files[path] for path in paths]:
         if not any(o in f.text for o in olds):
             continue
         parents = {}
@@ -821,9 +815,7 @@ class Lsp:
     """pyright's language server."""
 
     def __init__(self):
-        js = next(Path(".venv").glob("lib/*/site-packages/pyright/dist/langserver.index.js"), None) or next(
-            Path("/work/main/.venv").glob("lib/*/site-packages/pyright/dist/langserver.index.js")
-        )
+        js = next(Path(".venv").glob("lib/*/site-packages/pyright/dist/langserver.index.js"))
         self.p = subprocess.Popen(
             ["node", "--max-old-space-size=6000", str(js), "--stdio"],
             stdin=subprocess.PIPE,
@@ -1097,7 +1089,31 @@ def main():
             everywhere[old] = next(iter(news))
         else:
             lsp += [(f, c, old, new) for (f, c), new in es.items()]
+    # Private members, by file: that of the class, and those that import from it and use the name.
+    private = defaultdict(dict)
+    for old in {entry[2] for entry in lsp if entry[2].startswith("_")}:
+        defining = {path for path, _ in seen_defs.get(old, ())}
+        pattern = re.compile(r"\.%s\b" % re.escape(old))
+        for path in {f for f, _ in members[old]}:
+            news = {new for (f, c), new in members[old].items() if f == path}
+            named = {c.split(".")[-1] for f, c in members[old] if f == path}
+            if len(news) != 1 or not {c for f, c in seen_defs.get(old, ()) if f == path} <= named:
+                continue
+            module = project.files[path].module
+            users = [
+                f.path
+                for f in project.files.values()
+                if f.path not in defining
+                and pattern.search(f.text)
+                and any(isinstance(n, ast.ImportFrom) and resolve_from(f, n) == module for n in ast.walk(f.tree))
+            ]
+            if all(private[user].get(old, next(iter(news))) in news for user in users):
+                for user in [path, *users]:
+                    private[user][old] = next(iter(news))
+                lsp = [e for e in lsp if (e[0], e[2]) != (path, old)]
     if "members" in only:
+        for path, names in private.items():
+            rename_members_everywhere(project, names, [path])
         rename_members_everywhere(project, everywhere)
         text_table.update({o: n for o, n in everywhere.items() if is_distinctive(o)})
     print("members", len(everywhere), "lsp", len(lsp), "text", len(text_table))
